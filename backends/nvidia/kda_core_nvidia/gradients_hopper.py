@@ -48,6 +48,108 @@ from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
 
+@gluon.jit
+def _store_gradients(
+    found, sums, blocks, sums_out, outputs, call, FAR: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr,
+    TAILS: gl.constexpr, WIDE_G: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """From what ``near_gradients`` or ``far_gradients`` (FAR) ``found`` to the results in memory."""
+    dq0, dk0, dkc0, dq1, dk1, dkc1, ends = found
+    q_rows, k_rows, numbers, own_products, dg_far, g_again, g_bar = blocks
+    dbeta, dA_partial, dbias_partial = sums_out
+    results, result_blocks, result_rows = outputs
+    dq, dk, dg = results
+    dq_block, dk_block, dg_block = result_blocks
+    dq_rows, dk_rows, dg_rows = result_rows
+    count, tail, row, i_h, i_k, of_state, HV, heads_qk, heads_g, norms, bias, a, lower_bound = call
+    BLOCKS: gl.constexpr = K // 128
+    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [tiles.WARPS, 1], [1, 0])
+    channel = i_k * 128
+    c = gl.arange(0, 128, layout=tiles.BY_CHANNEL)
+    s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, tiles.RIGHT)), 1)
+    t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, tiles.RIGHT)), 0)
+    zero = gl.full([128, 16], 0.0, gl.float32, tiles.TILE)
+    columns = None
+    if TAILS:
+        # One row alone has no pairs. In its decay gradient the column part cancels against ``ends``: here exactly.
+        columns = gl.where(count > 1, 1.0, 0.0)
+        ends = ends * columns
+
+    block_barrier()
+    dq0, dk0, p0, tq0, tk0, tb0 = tiles.own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
+    block_barrier()
+    dq1, dk1, p1, tq1, tk1, tb1 = tiles.own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
+    if BLOCKS > 1:
+        tb0 = gl.sum(tb0, axis=0)
+        tb1 = gl.sum(tb1, axis=0)
+    else:
+        tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, tiles.add_each)
+    from_row = gl.where(s >= t, 1.0, 0.0).to(q_rows.dtype)
+    everywhere = gl.full([16, 16], 1.0, q_rows.dtype, tiles.RIGHT)
+    if FAR:
+        dg0 = take(dg_far, 0)
+        dg1 = take(dg_far, 1)
+    else:
+        start_sums = gl.expand_dims(ends + sums, 1) + zero
+        dg0 = tiles.add_product(p1, everywhere, start_sums)
+        dg0 = tiles.add_product(p0, from_row, dg0)
+        dg1 = tiles.add_product(p1, from_row, start_sums)
+    r = gl.arange(0, 16, layout=tiles.BY_ROW)
+    p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h)
+    tb0 = (tb0 * numbers.slice(128, 16).load(tiles.BY_ROW)).to(dbeta.dtype.element_ty)
+    tb1 = (tb1 * numbers.slice(144, 16).load(tiles.BY_ROW)).to(dbeta.dtype.element_ty)
+    if TAILS:
+        gl.store(p_dbeta + r * HV, tb0, mask=r < count)
+        gl.store(p_dbeta + (r + 16) * HV, tb1, mask=r + 16 < count)
+    else:
+        gl.store(p_dbeta + r * HV, tb0)
+        gl.store(p_dbeta + (r + 16) * HV, tb1)
+    if norms is not None and BLOCKS > 1:
+        dq0 = dq0 * tiles.numbers_of_rows(numbers, 6, 0)
+        dq1 = dq1 * tiles.numbers_of_rows(numbers, 6, 1)
+        dk0 = dk0 * tiles.numbers_of_rows(numbers, 5, 0)
+        dk1 = dk1 * tiles.numbers_of_rows(numbers, 5, 1)
+    elif norms is not None:
+        dq0 = tiles.of_raw(dq0, q_rows, tq0, numbers, 3, 0)
+        dq1 = tiles.of_raw(dq1, q_rows, tq1, numbers, 3, 1)
+        dk0 = tiles.of_raw(dk0, k_rows, tk0, numbers, 2, 0)
+        dk1 = tiles.of_raw(dk1, k_rows, tk1, numbers, 2, 1)
+    tiles.store_tiles(dq_block, dq0, dq1)
+    tiles.store_tiles(dk_block, dk0, dk1)
+    if GATE != "none":
+        if WIDE_G:
+            mbarrier.wait(g_bar, 1)
+        x0 = tiles.rows_of_tile(g_again, 0) + bias
+        x1 = tiles.rows_of_tile(g_again, 1) + bias
+        if TAILS:
+            dg0, x0 = gl.where(tiles.inside(count, 0), dg0, 0.0), gl.where(tiles.inside(count, 0), x0, 0.0)
+            dg1, x1 = gl.where(tiles.inside(count, 1), dg1, 0.0), gl.where(tiles.inside(count, 1), x1, 0.0)
+        dg0, summand0 = tiles.gate_gradients(x0, a, lower_bound, dg0, GATE)
+        dg1, summand1 = tiles.gate_gradients(x1, a, lower_bound, dg1, GATE)
+        if dbias_partial is not None:
+            gl.store(dbias_partial + (of_state.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
+        if dA_partial is not None:
+            summand = gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0) * tiles.unit_of_summands(GATE)
+            PARTS: gl.constexpr = PAIR_WARPS if LAST else BLOCKS
+            gl.store(dA_partial + (of_state * PARTS + i_k), summand)
+            if LAST:
+                for i in gl.static_range(1, PARTS):
+                    gl.store(dA_partial + (of_state * PARTS + i), 0.0)
+    tiles.store_tiles(dg_block, dg0, dg1)
+    fence_async_shared()
+    block_barrier()
+    if tail:
+        if TAILS:
+            tiles.store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
+            tiles.store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
+            tiles.store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
+    else:
+        store_block(dq, [row, i_h * K + channel], dq_block)
+        store_block(dk, [row, i_h * K + channel], dk_block)
+        store_block(dg, [row, i_h * K + channel], dg_block)
+        tma.store_wait(0)
+
+
 @gluon.jit(do_not_specialize=_NUMBERS)
 def gradients_hopper(
     q, k, g,  # descriptors of [B · T, ..] by [C, 128]
@@ -116,6 +218,7 @@ def gradients_hopper(
         row = i_b * T + start
         if cu_seqlens is not None:
             length = eos - gl.load(cu_seqlens + i_n).to(gl.int32)
+    heads_qk, heads_g = None, None
     if TAILS:
         out = row.to(gl.int64) * HV + i_h
         heads_g = HV if HO is None else HO
@@ -275,12 +378,11 @@ def gradients_hopper(
                 block_barrier()
                 copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
                 copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
-            far = False
             if not BOUNDED:
                 # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
-                excess0 = half0 - tiles.LEAST_HALF * (gl.minimum(count, 16) / 16)
-                excess1 = half1 - tiles.LEAST_HALF * (gl.maximum(count - 16, 0) / 16)
-                far = gl.min(gl.minimum(excess0, excess1), axis=0) < 0.0
+                low = half0 + tiles.LEAST_HALF * (gl.maximum(16 - count, 0) / 16)
+                low = (low, half1 + tiles.LEAST_HALF * (gl.minimum(C - count, 16) / 16))
+                near = (gl.min(tiles.least_halves(low, 2), axis=0) <= tiles.FAR_HALF) == 0
         for i in gl.static_range(8):
             mbarrier.wait(value_bars[i], half)
         if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
@@ -354,100 +456,28 @@ def gradients_hopper(
     block_barrier()
 
     dq_part, dk_part = tiles.halves_of(rows, 64, tiles.M32)
-    if far:
+    blocks = (q_rows, k_rows, numbers, own_products, dg_far, g_again, g_bar)
+    sums_out = (dbeta, dA_partial, dbias_partial)
+    outputs = ((dq, dk, dg), (dq_block, dk_block, dg_block), (dq_rows, dk_rows, dg_rows))
+    call = (count, tail, row, i_h, i_k, of_state, HV, heads_qk, heads_g, norms, bias, a, lower_bound)
+    # Each form stores its results itself: code behind a jump over much other code arrives late.
+    if BOUNDED or near:
+        nearby = near_gradients(
+            dq_part, dk_part, dkc, rise0, rise1, half0, half1, o_scale, q_rows, k_rows, numbers, pairs
+        )
+        _store_gradients(nearby, sums, blocks, sums_out, outputs, call, False, K, GATE, TAILS, WIDE_G, LAST)
+    else:
         if WIDE_G and GATE != "none":
             mbarrier.wait(g_bar, 1)
         if WIDE_G and GATE == "none":
             mbarrier.expect(g_bar, C * 128 * 4)
             copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
             mbarrier.wait(g_bar, 1)
-        dq0, dk0, dkc0, dq1, dk1, dkc1, ends = far_gradients(
+        levelled = far_gradients(
             dq_part, dk_part, dkc, sums, bias, a, lower_bound, rows_there, o_scale, g_again, q_rows, k_rows, numbers,
             pairs, dq_far, dk_far, dg_far, GATE,
         )  # fmt: skip
-    else:
-        dq0, dk0, dkc0, dq1, dk1, dkc1, ends = near_gradients(
-            dq_part, dk_part, dkc, rise0, rise1, half0, half1, o_scale, q_rows, k_rows, numbers, pairs
-        )
-    columns = None
-    if TAILS:
-        # One row alone has no pairs. In its decay gradient the column part cancels against ``ends``: here exactly.
-        columns = gl.where(count > 1, 1.0, 0.0)
-        ends = ends * columns
-
-    block_barrier()
-    dq0, dk0, p0, tq0, tk0, tb0 = tiles.own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
-    block_barrier()
-    dq1, dk1, p1, tq1, tk1, tb1 = tiles.own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
-    if BLOCKS > 1:
-        tb0 = gl.sum(tb0, axis=0)
-        tb1 = gl.sum(tb1, axis=0)
-    else:
-        tq0, tq1, tk0, tk1, tb0, tb1 = gl.reduce((tq0, tq1, tk0, tk1, tb0, tb1), 0, tiles.add_each)
-    from_row = gl.where(s >= t, 1.0, 0.0).to(dtype)
-    everywhere = gl.full([16, 16], 1.0, dtype, tiles.RIGHT)
-    if far:
-        dg0 = take(dg_far, 0)
-        dg1 = take(dg_far, 1)
-    else:
-        start_sums = gl.expand_dims(ends + sums, 1) + zero
-        dg0 = tiles.add_product(p1, everywhere, start_sums)
-        dg0 = tiles.add_product(p0, from_row, dg0)
-        dg1 = tiles.add_product(p1, from_row, start_sums)
-    r = gl.arange(0, 16, layout=tiles.BY_ROW)
-    p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h)
-    tb0 = (tb0 * numbers.slice(128, 16).load(tiles.BY_ROW)).to(dbeta.dtype.element_ty)
-    tb1 = (tb1 * numbers.slice(144, 16).load(tiles.BY_ROW)).to(dbeta.dtype.element_ty)
-    if TAILS:
-        gl.store(p_dbeta + r * HV, tb0, mask=r < count)
-        gl.store(p_dbeta + (r + 16) * HV, tb1, mask=r + 16 < count)
-    else:
-        gl.store(p_dbeta + r * HV, tb0)
-        gl.store(p_dbeta + (r + 16) * HV, tb1)
-    if norms is not None and BLOCKS > 1:
-        dq0 = dq0 * tiles.numbers_of_rows(numbers, 6, 0)
-        dq1 = dq1 * tiles.numbers_of_rows(numbers, 6, 1)
-        dk0 = dk0 * tiles.numbers_of_rows(numbers, 5, 0)
-        dk1 = dk1 * tiles.numbers_of_rows(numbers, 5, 1)
-    elif norms is not None:
-        dq0 = tiles.of_raw(dq0, q_rows, tq0, numbers, 3, 0)
-        dq1 = tiles.of_raw(dq1, q_rows, tq1, numbers, 3, 1)
-        dk0 = tiles.of_raw(dk0, k_rows, tk0, numbers, 2, 0)
-        dk1 = tiles.of_raw(dk1, k_rows, tk1, numbers, 2, 1)
-    tiles.store_tiles(dq_block, dq0, dq1)
-    tiles.store_tiles(dk_block, dk0, dk1)
-    if GATE != "none":
-        if WIDE_G:
-            mbarrier.wait(g_bar, 1)
-        x0 = tiles.rows_of_tile(g_again, 0) + bias
-        x1 = tiles.rows_of_tile(g_again, 1) + bias
-        if TAILS:
-            dg0, x0 = gl.where(tiles.inside(count, 0), dg0, 0.0), gl.where(tiles.inside(count, 0), x0, 0.0)
-            dg1, x1 = gl.where(tiles.inside(count, 1), dg1, 0.0), gl.where(tiles.inside(count, 1), x1, 0.0)
-        dg0, summand0 = tiles.gate_gradients(x0, a, lower_bound, dg0, GATE)
-        dg1, summand1 = tiles.gate_gradients(x1, a, lower_bound, dg1, GATE)
-        if dbias_partial is not None:
-            gl.store(dbias_partial + (of_state.to(gl.int64) * K + channel + c), gl.sum(dg0 + dg1, axis=1))
-        if A_log is not None:
-            summand = gl.sum(gl.sum(summand0 + summand1, axis=1), axis=0) * tiles.unit_of_summands(GATE)
-            PARTS: gl.constexpr = PAIR_WARPS if LAST else BLOCKS
-            gl.store(dA_partial + (of_state * PARTS + i_k), summand)
-            if LAST:
-                for i in gl.static_range(1, PARTS):
-                    gl.store(dA_partial + (of_state * PARTS + i), 0.0)
-    tiles.store_tiles(dg_block, dg0, dg1)
-    fence_async_shared()
-    block_barrier()
-    if tail:
-        if TAILS:
-            tiles.store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
-            tiles.store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
-            tiles.store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
-    else:
-        store_block(dq, [row, i_h * K + channel], dq_block)
-        store_block(dk, [row, i_h * K + channel], dk_block)
-        store_block(dg, [row, i_h * K + channel], dg_block)
-        tma.store_wait(0)
+        _store_gradients(levelled, sums, blocks, sums_out, outputs, call, True, K, GATE, TAILS, WIDE_G, LAST)
     # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
     # barriers that others have passed.
     qk_rows._keep_alive()

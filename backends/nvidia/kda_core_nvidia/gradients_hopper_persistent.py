@@ -69,7 +69,6 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     WARPS,
     gradients_of_gate,
     in_order,
-    least_halves,
     log2_decays_of,
     merged_sums,
     of_raw,
@@ -82,6 +81,7 @@ from kda_core_nvidia.gradients_tiles import (
     LEAST_HALF,
     clear_rows,
     last_row,
+    least_halves,
     selected_sums,
     store_rows,
 )
@@ -274,10 +274,10 @@ def _gradients(
                     missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
                     low = low + (halves[t] + LEAST_HALF * missing,)
             if TAILS:
-                least = gl.min(least_halves(low), axis=0)
+                least = gl.min(least_halves(low, TILES), axis=0)
                 write_down_far(least, gl.arange(0, 256, layout=LANES) == 0, far_pairs, far_count, block)
             else:
-                least_of_warps.store(least_halves(low))
+                least_of_warps.store(least_halves(low, TILES))
         rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
         block_barrier()
         if not (BOUNDED or FAR or TAILS or BLOCKS > 1):

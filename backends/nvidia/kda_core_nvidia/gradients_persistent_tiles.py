@@ -48,12 +48,6 @@ BY_WARP = gl.constexpr(_BY_WARP)
 LANES = gl.constexpr(gl.SliceLayout(0, _BY_WARP))
 """256 numbers, four kinds for each of 64 rows: one a thread, a kind two warps."""
 
-FAR_HALF = gl.constexpr(-72.0)
-"""Half of a tile's log2 decay from which on a channel has another form: 2^±72 times rows of 2^40 are in range."""
-
-LEAST_BETWEEN = gl.constexpr(-124.0)
-"""Least log2 decay between the middles of two tiles: 2^-126 and less is zero for special functions."""
-
 BLOCKS = gl.constexpr(
     gl.SharedLinearLayout(
         [
@@ -229,23 +223,6 @@ def log2_decays_of(
 
 
 @gluon.jit
-def least_halves(low):
-    """The least half of a tile's log2 decay in each warp's channels, [warps]; FAR_HALF and less: they are far.
-
-    Factors of a channel may be beyond LEAST_HALF if a neighbour's are not: terms that cancel show in the gradients of a
-    row whose decays are all strong. The decay between two tiles' reference points must not vanish.
-
-    Args:
-        low: halves of a pair's tiles, [128] each.
-    """
-    least = gl.minimum(gl.minimum(low[0], low[1]), gl.minimum(low[2], low[3]))
-    between = gl.minimum(gl.minimum(low[0] + low[1], low[1] + low[2]), low[2] + low[3])
-    mildest = gl.max(least.reshape([WARPS, 16]), axis=1)
-    least = gl.minimum(least, between + (FAR_HALF - LEAST_BETWEEN))
-    return gl.where(mildest < tiles.LEAST_HALF, FAR_HALF, gl.min(least.reshape([WARPS, 16]), axis=1))
-
-
-@gluon.jit
 def write_down_far(least, once, far_pairs, far_count, pair):
     """Another launch writes all results of a pair once more whose least half is too low.
 
@@ -253,7 +230,7 @@ def write_down_far(least, once, far_pairs, far_count, pair):
         least: a number a thread.
         once: the thread that writes.
     """
-    far = once & (least <= FAR_HALF)
+    far = once & (least <= tiles.FAR_HALF)
     none = gl.zeros_like(once).to(gl.int32)
     at = gl.atomic_add(far_count + none, none + 1, mask=far)
     gl.store(far_pairs + at, none + pair, mask=far)

@@ -52,6 +52,12 @@ BLOCKS = gl.constexpr(
 LEAST_HALF = gl.constexpr(8 * BOUNDED_LOG2_DECAY.value)
 """Least half of a tile's log2 decay for which one reference point serves the tile: 2^±58 are its factors."""
 
+FAR_HALF = gl.constexpr(-72.0)
+"""Half of a tile's log2 decay from which on a channel has another form: 2^±72 times rows of 2^40 are in range."""
+
+LEAST_BETWEEN = gl.constexpr(-124.0)
+"""Least log2 decay between the middles of two tiles: 2^-126 and less is zero for special functions."""
+
 
 @gluon.jit
 def _log2_of_one_and(e):
@@ -163,6 +169,26 @@ def gate_gradients(x, a, lower_bound, grad, GATE: gl.constexpr):
 def unit_of_summands(GATE: gl.constexpr):
     """The factor of sums of ``gate_gradients``' summands."""
     return LN_2 if GATE == "softplus" else 1.0
+
+
+@gluon.jit
+def least_halves(low, TILES: gl.constexpr):
+    """The least half of a tile's log2 decay in each 16 channels, [8]; FAR_HALF and less: they are far.
+
+    Factors of a channel may be beyond LEAST_HALF if a neighbour's are not: terms that cancel show in the gradients of a
+    row whose decays are all strong. The decay between two tiles' reference points must not vanish.
+
+    Args:
+        low: halves of neighbouring tiles, [128] each.
+    """
+    least = low[0]
+    between = low[0] + low[1]
+    for t in gl.static_range(1, TILES):
+        least = gl.minimum(least, low[t])
+        between = gl.minimum(between, low[t - 1] + low[t])
+    mildest = gl.max(least.reshape([8, 16]), axis=1)
+    least = gl.minimum(least, between + (FAR_HALF - LEAST_BETWEEN))
+    return gl.where(mildest < LEAST_HALF, FAR_HALF, gl.min(least.reshape([8, 16]), axis=1))
 
 
 @gluon.jit

@@ -211,5 +211,24 @@ def store_transposed(p, x, r, c, mask, C: gl.constexpr):
 
 
 @gluon.jit
+def store_inverse(X, block, xt00, xt10, xt11, r, c, own, lower, zero, C: gl.constexpr):
+    """Store an inverse of C = 32 rows from transposes of its tiles; in float32 X00, X10 and X11 alone.
+
+    Args:
+        block: of each row. own, lower: warps that store, and those of them whose tile is the last one.
+    """
+    last = gl.where(lower, xt11, xt00)
+    if X.dtype.element_ty == gl.float32:
+        p = X + by_row(block * 768)
+        store_transposed(p + gl.where(lower, 512, 0), last, r, c, own, 16)
+        store_transposed(p + 256, xt10, r, c, own & lower, 16)
+    else:
+        p = X + by_row(block * (C * C))
+        store_transposed(p + gl.where(lower, 16 * C + 16, 0), last, r, c, own, C)
+        store_transposed(p + 16 * C, xt10, r, c, own & lower, C)
+        store_square(p + 16, zero, r, c, own & (lower == 0), C)
+
+
+@gluon.jit
 def load_transposed(p, r, c, mask, C: gl.constexpr):
     return gl.load(p + (by_row(r) + by_column(c) * C), mask=mask, other=0.0)

@@ -10,6 +10,7 @@ from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay
 from kda_core.triton_lib.packing import sequence_of_slot
 from kda_core_nvidia.hopper_squares import (
+    BY_COLUMN,
     BY_ROW,
     LEFT,
     MMA,
@@ -22,6 +23,7 @@ from kda_core_nvidia.hopper_squares import (
     take_rows,
     turned,
 )
+from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 FLOOR = gl.constexpr(-160.0)
 """Least log2 decay of a row: 2 to it is 0 in float32, and differences of sums of 16 keep 12 bits behind the point."""
@@ -31,11 +33,14 @@ SHIFT = gl.constexpr(40.0)
 2^-126 a tile both lie in 2^±86. Products with rows of q and k up to 2^40, raw, stay in the range of bfloat16, and so do
 sums of products of the former with rows that have no shift."""
 
+WIDTH = gl.constexpr(16)
+"""Channels of rows that are worked on at once: of more at once some would wait in slow memory."""
+
+PARTS = gl.constexpr(4)
+"""How often WIDTH is in a tile's 64 channels."""
+
 LEAST_TOTAL = gl.constexpr(-126.0)
 """Least log2 decay of a tile whose pairs are products of such factors."""
-
-SMALL = gl.constexpr(2.0**-5)
-"""log(1 + e) of a smaller e is its series: a sum of 1 and e keeps too little of e."""
 
 PROPAGATE = gl.constexpr(tl.PropagateNan.ALL)
 """minimum and maximum return NaN where an operand is NaN."""
@@ -47,6 +52,20 @@ COLUMNS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1
 @gluon.jit
 def _add(a, b):
     return a + b
+
+
+@gluon.jit
+def copy_rows(x, blocks, ready, row0, row1, column0, column1, SECOND: gl.constexpr):
+    """Start copies of both slots' rows, 128 channels from a column of each, at once where ``blocks`` are of both.
+
+    SECOND: how many channels further the second slot's are.
+    """
+    COPIES: gl.constexpr = blocks.shape[0] // 2
+    for i in gl.static_range(2 * COPIES):
+        row, column = row0, column0
+        if i % COPIES == 1:
+            row, column = row1, column1 + SECOND
+        copy_block(x, [row, column + i // COPIES * 64], ready, blocks.index(i))
 
 
 @gluon.jit
@@ -77,13 +96,14 @@ def reciprocal(x):
 
 @gluon.jit
 def softplus(z):
-    """log2(1 + 2^z).
-
-    The fast logarithm has an error of 2^-22. Its series serves below SMALL, so that weak decays keep their digits.
-    """
+    """log2(1 + 2^z) with a relative error of 2^-16.8, by a polynomial of 2^-|z|."""
     e = exp2(-gl.abs(z))
-    series = e * (LOG2_E - e * (LOG2_E / 2 - e * (LOG2_E / 3)))
-    return gl.maximum(z, 0.0, propagate_nan=PROPAGATE) + gl.where(e < SMALL, series, log2(1.0 + e))
+    x = 0.146032915 - 0.0344359130 * e
+    x = x * e - 0.303036243
+    x = x * e + 0.469174087
+    x = x * e - 0.720426142
+    x = x * e + 1.44268286
+    return x * e + gl.maximum(z, 0.0, propagate_nan=PROPAGATE)
 
 
 @gluon.jit
@@ -93,22 +113,24 @@ def tile_decays(block, a, bias, lower_bound, GATE: gl.constexpr, BOUNDED: gl.con
     if GATE == "bounded" and BOUNDED:
         y = reciprocal(1.0 + gl.exp2((x + bias) * (a * -LOG2_E)))
     else:
+        # A broken promise of bounded decays costs accuracy, never a NaN.
+        LEAST: gl.constexpr = BOUNDED_LOG2_DECAY if BOUNDED else FLOOR
         if GATE == "softplus":
-            y = softplus((x + bias) * LOG2_E) * -a
+            y = gl.minimum(softplus(x * LOG2_E + bias * LOG2_E), LEAST * reciprocal(-a), propagate_nan=PROPAGATE)
         else:
-            y = log2_decay(x, a, bias, lower_bound, GATE, 1.0, True)
-        if BOUNDED:
-            # A broken promise costs accuracy, never a NaN.
-            y = gl.where(y < BOUNDED_LOG2_DECAY, BOUNDED_LOG2_DECAY, y)
-        else:
-            y = gl.maximum(y, FLOOR, propagate_nan=PROPAGATE)
+            y = gl.maximum(log2_decay(x, a, bias, lower_bound, GATE, 1.0, True), LEAST, propagate_nan=PROPAGATE)
     return y
 
 
 @gluon.jit
-def decay_unit(lower_bound, GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def decay_unit(a, lower_bound, GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The factor that turns what ``tile_decays`` gives into log2 decays."""
-    return lower_bound * LOG2_E if GATE == "bounded" and BOUNDED else 1.0
+    unit = 1.0
+    if GATE == "bounded" and BOUNDED:
+        unit = lower_bound * LOG2_E
+    if GATE == "softplus":
+        unit = -a
+    return unit
 
 
 @gluon.jit
@@ -134,7 +156,7 @@ def put_products(q_block, k_block, own_sum, q_sum, k_sum, zero, L2NORM: gl.const
 
 
 @gluon.jit
-def norm_of_rows(square, kept, offset: gl.constexpr, there, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
+def norm_of_rows(square, kept, offset, there, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
     """Reciprocal norms of a tile's rows: those ``kept`` at an offset, or from squares; ones without L2NORM."""
     if kept is not None:
         norm = gl.load(kept + offset, mask=there, other=1.0)
@@ -159,54 +181,51 @@ def left_rows(x):
 
 
 @gluon.jit
-def _halves(x, b: gl.constexpr):
-    """Rows of the first and of the second halves of 2b-blocks, [4, 8 / b, b, 64]."""
-    return x.reshape([4, 8 // b, 2, b, 64]).permute((0, 1, 3, 4, 2)).split()
+def _middles(x, b: gl.constexpr):
+    """For each row the sum at the middle of its block of 2b rows."""
+    blocks = x.to(gl.int32, bitcast=True).reshape([4, 8 // b, 2 * b, 64])
+    row = gl.arange(0, 2 * b, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, blocks.type.layout))))
+    row = gl.expand_dims(gl.expand_dims(gl.expand_dims(row, 0), 1), 3)
+    # One row by adding zeros, as in ``sums_of_rows``.
+    middle = gl.expand_dims(gl.sum(gl.where(row == b - 1, blocks, 0), axis=2), 2)
+    middle = middle.broadcast_to([4, 8 // b, 2 * b, 64]).reshape([4, 16, 64])
+    return gl.convert_layout(middle, COLUMNS, assert_trivial=True).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _joined(first, second, b: gl.constexpr):
-    x = gl.join(first, second).permute((0, 1, 4, 2, 3)).reshape([4, 16, 64])
-    return gl.convert_layout(x, COLUMNS, assert_trivial=True)
+def levels(x, q_tile, k_tile, buffer, unit, near, zero, GATE: gl.constexpr):
+    """A tile's own pairs for any decay, zero in warps that are ``near``: the reference point of two rows is the middle
+    of the smallest block of 2, 4, 8 or 16 rows that has both, so that no exponent is ever positive.
 
+    Few tiles come here. A loop keeps the code short, which all others jump over: behind much code instructions come
+    late.
 
-@gluon.jit
-def _level(since, until, whole, m, el, q_buffer, k_buffer, buffer, tile: gl.constexpr, b: gl.constexpr, zero):
-    """Add the pairs that straddle the middles of 2b-blocks to m and el; ``since`` and ``until``, each row's decay since
-    the start of its block of b rows and to its end, and ``whole``, that of blocks, become those of 2b rows."""
-    first, since1 = _halves(since, b)
-    until0, last = _halves(until, b)
-    whole0, whole1 = whole.reshape([4, 8 // b, 2, 1, 64]).permute((0, 1, 3, 4, 2)).split()
-    buffer.store(_joined(until0, since1, b))
-    m_b = zero
-    l_b = zero
-    for part in gl.static_range(2):
-        e = gl.exp2(buffer.slice(part * 32, 32, dim=2).load(LEFT))
-        q_e = part_of(q_buffer, tile, part).load(LEFT).to(gl.float32) * e
-        k_e = part_of(k_buffer, tile, part).load(LEFT).to(gl.float32) * e
-        m_b, l_b = add_pairs(q_e, k_e, k_e, m_b, l_b)
-    pairs = pairs_of("straddle", b)
-    m = gl.where(pairs, m_b, m)
-    el = gl.where(pairs, l_b, el)
-    since = _joined(first, since1 + gl.convert_layout(whole0, since1.type.layout), b)
-    until = _joined(until0 + gl.convert_layout(whole1, until0.type.layout), last, b)
-    return since, until, whole0 + whole1, m, el
-
-
-@gluon.jit
-def levels(
-    g_block, a, bias, lower_bound, q_buffer, k_buffer, buffer, tile: gl.constexpr, near, zero, GATE: gl.constexpr
-):
-    """A tile's own pairs for any decay, zero in warps that are ``near``: hierarchical reference points, no exponent is
-    ever positive. Decays are formed from ``g_block`` once more, and so are their sums, which lie in ``buffer`` before
-    and after: few tiles come here, and all others would hold registers for them."""
-    y = tile_decays(g_block, a, bias, lower_bound, GATE, False)
-    s, u, w = y, gl.full([4, 16, 64], 0.0, gl.float32, COLUMNS), y.reshape([4, 16, 1, 64])
-    s, u, w, m, el = _level(s, u, w, zero, zero, q_buffer, k_buffer, buffer, tile, 1, zero)
-    s, u, w, m, el = _level(s, u, w, m, el, q_buffer, k_buffer, buffer, tile, 2, zero)
-    s, u, w, m, el = _level(s, u, w, m, el, q_buffer, k_buffer, buffer, tile, 4, zero)
-    s, u, w, m, el = _level(s, u, w, m, el, q_buffer, k_buffer, buffer, tile, 8, zero)
-    buffer.store(sums_of_rows(tile_decays(g_block, a, bias, lower_bound, GATE, False), 1.0)[0])
+    Args:
+        x: sums of decays, which lie in ``buffer`` before and after.
+        unit: the factor that turns them into log2 decays, as ``decay_unit`` gives it.
+    """
+    m, el = zero, zero
+    down = unit if GATE == "softplus" else -unit
+    apart = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_ROW)), 0)
+    apart = by_row(apart) ^ by_column(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_COLUMN)), 0))
+    b = 1
+    while b < 16:
+        middle = gl.where(b == 1, _middles(x, 1), gl.where(b == 2, _middles(x, 2), _middles(x, 4)))
+        buffer.store(gl.abs(x - gl.where(b == 8, _middles(x, 8), middle)))
+        m_b = zero
+        l_b = zero
+        for part in gl.static_range(PARTS):
+            e = gl.exp2(buffer.slice(part * WIDTH, WIDTH, dim=2).load(LEFT) * down)
+            q_e = part_of(q_tile, part).load(LEFT).to(gl.float32) * e
+            k_e = part_of(k_tile, part).load(LEFT).to(gl.float32) * e
+            m_b, l_b = add_pairs(q_e, k_e, k_e, m_b, l_b)
+        pairs = (apart >= b) & (apart < 2 * b) & pairs_of("lower")
+        m = gl.where(pairs, m_b, m)
+        el = gl.where(pairs, l_b, el)
+        b = b * 2
+    buffer.store(x)
+    # Here, or all programs would have another one behind the branch.
+    block_barrier()
     near = of_warps(near, MMA)
     return gl.where(near, 0.0, m), gl.where(near, 0.0, el)
 
@@ -217,10 +236,12 @@ def warps_near(total):
 
 
 @gluon.jit
-def allows_factors(total):
+def allows_factors(total, flags):
     """Whether the pairs of each warp's tile are products of factors (``LEAST_TOTAL``), [4]; how many warps' are not."""
     near = warps_near(total)
-    return near, gl.sum(gl.where(near, 0, 1), axis=0)
+    # A barrier for these serves what was stored before, too.
+    flags.store(gl.where(near, 0, 1))
+    return near, gl.sum(flags.load(gl.BlockedLayout([4], [32], [4], [0])), axis=0)
 
 
 @gluon.jit
@@ -231,23 +252,28 @@ def of_warps(near, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def column_factors(total_buffer, tile: gl.constexpr, part: gl.constexpr):
-    """2^40 times a tile's whole decay, for 32 channels of a left operand."""
-    return by_column(total_buffer.index(tile).slice(part * 32, 32, dim=1).load(gl.SliceLayout(1, LEFT)))
+def column_factors(total_buffer, tile, part: gl.constexpr):
+    """2^40 times a tile's whole decay, for WIDTH channels of a left operand."""
+    return by_column(total_buffer.index(tile).slice(part * WIDTH, WIDTH, dim=1).load(gl.SliceLayout(1, LEFT)))
 
 
 @gluon.jit
-def part_of(buffer, tile: gl.constexpr, part: gl.constexpr):
-    return buffer.slice(tile * 16, 16, dim=1).slice(part * 32, 32, dim=2)
+def tile_of(buffer, tile: gl.constexpr):
+    return buffer.slice(tile * 16, 16, dim=1)
 
 
 @gluon.jit
-def store_part(x, buffer, tile: gl.constexpr, part: gl.constexpr):
-    part_of(buffer, tile, part).store(x.to(buffer.dtype))
+def part_of(tile, part: gl.constexpr):
+    return tile.slice(part * WIDTH, WIDTH, dim=2)
 
 
 @gluon.jit
-def store_last_factors(total, buffer, tile: gl.constexpr):
+def store_part(x, tile, part: gl.constexpr):
+    part_of(tile, part).store(x.to(tile.dtype))
+
+
+@gluon.jit
+def store_last_factors(total, buffer, tile):
     """For ``scaled_rows``: what a channel's exponents begin with, and a factor for what they give."""
     if buffer is not None:
         near = gl.expand_dims(warps_near(total), 1)
@@ -256,9 +282,7 @@ def store_last_factors(total, buffer, tile: gl.constexpr):
 
 
 @gluon.jit
-def scaled_rows(
-    q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, tile: gl.constexpr, part: gl.constexpr
-):
+def scaled_rows(q_tile, k_tile, x_buffer, total_buffer, last_buffer, unit, near, far, tile, part: gl.constexpr):
     """Factors of pairs in a tile's rows.
 
     Returns 2^40 times q and k times the decay since the tile's start; 2^-40 times k divided by that decay, zeros in
@@ -268,9 +292,9 @@ def scaled_rows(
         last_buffer: of ``store_last_factors``, where no pairs are wanted and decays have no bound; or None.
         near, far: else as ``allows_factors`` gives them; None with decays that are bounded.
     """
-    b_q = part_of(q_buffer, tile, part).load(LEFT).to(gl.float32)
-    b_k = part_of(k_buffer, tile, part).load(LEFT).to(gl.float32)
-    x = x_buffer.slice(part * 32, 32, dim=2).load(LEFT) * unit + SHIFT
+    b_q = part_of(q_tile, part).load(LEFT).to(gl.float32)
+    b_k = part_of(k_tile, part).load(LEFT).to(gl.float32)
+    x = x_buffer.slice(part * WIDTH, WIDTH, dim=2).load(LEFT) * unit + SHIFT
     e = gl.exp2(x)
     if last_buffer is not None:
         # The other form's bits, without a branch.
@@ -285,24 +309,19 @@ def scaled_rows(
                 allowed = of_warps(near, LEFT)
                 k_g = gl.where(allowed, k_g, b_k * gl.exp2(by_column(gl.min(x, axis=1)) - x))
                 k_f = gl.where(allowed, k_f, 0.0)
-    return b_q * e, b_k * e, k_f, k_g.to(q_buffer.dtype)
+    return b_q * e, b_k * e, k_f, k_g.to(q_tile.dtype)
 
 
 @gluon.jit
-def add_crossing_pairs(q_e, k_e, k_g0, w_buffer, part: gl.constexpr, KEPT: gl.constexpr, m, el):
-    """``add_pairs`` of tile 1's rows with those of tile 0, which are in registers (KEPT) or in shared memory."""
-    if KEPT:
-        right = turned(k_g0)
-    else:
-        right = part_of(w_buffer, 0, part).permute((0, 2, 1)).load(RIGHT)
+def add_products(q_e, k_e, right, m, el):
+    """m + q_e · right and el + k_e · right."""
     return mma_v2(q_e.to(gl.bfloat16), right, m), mma_v2(k_e.to(gl.bfloat16), right, el)
 
 
 @gluon.jit
 def add_pairs(q_e, k_e, right, m, el):
     """m + q_e · rightᵀ and el + k_e · rightᵀ."""
-    right = turned(right.to(gl.bfloat16))
-    return mma_v2(q_e.to(gl.bfloat16), right, m), mma_v2(k_e.to(gl.bfloat16), right, el)
+    return add_products(q_e, k_e, turned(right.to(gl.bfloat16)), m, el)
 
 
 @gluon.jit

@@ -165,9 +165,9 @@ def prepare(
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C] or None with an inverse
     D,  # [slots, HV, KP]
-    X,  # [slots, HV, C, C] or None
+    X,  # [slots, HV, C, C], or in float32 beside 16-bit rows as inverse; or None
     norms,  # [slots, HV, 2, C] or None; read with an inverse, else written
-    inverse,  # [slots, HV, C, C] float32 or None: X as an earlier run wrote it
+    inverse,  # float32 or None: X as an earlier run wrote it; beside 16-bit rows X00, X10, X11 [slots, HV, 3, 16, 16]
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
@@ -243,11 +243,17 @@ def prepare(
     k_norm0 = q_norm0
     k_norm1 = q_norm0
     p_square = (i_slot * HV + i_h) * (C * C) + r[:, None] * C + r[None, :]
+    p_tiles = (i_slot * HV + i_h) * 768 + r[:, None] * 16 + r[None, :]
     p_norms = (i_slot * HV + i_h) * (2 * C) + r
     if inverse is not None:
-        x00 = tl.load(inverse + p_square)
-        x10 = tl.load(inverse + p_square + 16 * C)
-        x11 = tl.load(inverse + p_square + 16 * C + 16)
+        if dtype == tl.float32:
+            x00 = tl.load(inverse + p_square)
+            x10 = tl.load(inverse + p_square + 16 * C)
+            x11 = tl.load(inverse + p_square + 16 * C + 16)
+        else:
+            x00 = tl.load(inverse + p_tiles)
+            x10 = tl.load(inverse + p_tiles + 256)
+            x11 = tl.load(inverse + p_tiles + 512)
         if L2NORM:
             q_norm0 = tl.load(norms + p_norms)
             q_norm1 = tl.load(norms + p_norms + 16)
@@ -389,7 +395,12 @@ def prepare(
         x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
         above = tl.zeros([16, 16], tl.float32)
         if X is not None:
-            _store_square(X + p_square, x00, above, x10, x11, C)
+            if X.dtype.element_ty == dtype:
+                _store_square(X + p_square, x00, above, x10, x11, C)
+            else:
+                tl.store(X + p_tiles, x00)
+                tl.store(X + p_tiles + 256, x10)
+                tl.store(X + p_tiles + 512, x11)
         a00 = x00 * beta0[:, None]
         a10 = x10 * beta1[:, None]
         a11 = x11 * beta1[:, None]

@@ -31,6 +31,7 @@ from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
     BY_ROW,
     COLUMNS_FIRST,
+    LEFT,
     MMA,
     RIGHT,
     ROWS_FIRST,
@@ -43,26 +44,31 @@ from kda_core_nvidia.hopper_squares import (
     pairs_of,
     seen_as,
     square_of_slot,
+    store_inverse,
     store_square,
-    store_transposed,
     take_own,
     take_rows,
     take_square,
     times,
+    turned,
     two_parts,
 )
 from kda_core_nvidia.hopper_tiles import (
     COLUMNS,
+    PARTS,
     SHIFT,
-    add_crossing_pairs,
+    WIDTH,
     add_pairs,
+    add_products,
     allows_factors,
     column_factors,
+    copy_rows,
     decay_unit,
     fill_behind,
     left_rows,
     levels,
     norm_of_rows,
+    part_of,
     put_products,
     scaled_rows,
     sequence_of_pair,
@@ -71,9 +77,10 @@ from kda_core_nvidia.hopper_tiles import (
     store_zeros,
     sums_of_rows,
     tile_decays,
+    tile_of,
 )
 from kda_core_nvidia.one_pair_hopper import BLOCK, STATE, ask_for_state, finish_pair
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+from kda_core_nvidia.recurrence_hopper import block_barrier
 
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -92,9 +99,9 @@ def prepare_hopper(
     dt_bias,  # [HV, K] or None
     P,  # [slots, HV, C, C] or None with an inverse
     D,  # [slots, HV, KP]
-    X,  # [slots, HV, C, C] or None
+    X,  # [slots, HV, C, C], or in float32 as inverse; or None
     norms,  # [slots, HV, 2, C] or None; read with an inverse, else written
-    inverse,  # [slots, HV, C, C] float32 or None: X as an earlier run wrote it
+    inverse,  # [slots, HV, 3, 16, 16] float32 or None: X00, X10 and X11 as an earlier run wrote them
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     values,  # descriptor of v like that of k, or None
     initial_state, final_state, has_state, final_indices,  # as in recurrence_hopper, or None
@@ -206,19 +213,9 @@ def prepare_hopper(
     block_barrier()
     mbarrier.expect(rows_ready, 8 * C * 64 * 2)
     mbarrier.expect(decays_ready, 4 * C * 64 * (G_BITS // 8))
-    # Rows of both slots are copied at once where they are one head's.
-    COPIES: gl.constexpr = 2 * C // ROWS
-    for i in gl.static_range(2 * COPIES):
-        row, kh = row0, i_kh
-        if i % COPIES == 1:
-            row, kh = row1, head1 // group
-        copy_block(k, [row, kh * s_kh + (i // COPIES * 64 + i % COPIES * SECOND)], rows_ready, k_rows.index(i))
-        copy_block(q, [row, kh * s_qh + (i // COPIES * 64 + i % COPIES * SECOND)], rows_ready, q_rows.index(i))
-    for i in gl.static_range(2 * COPIES):
-        row, head = row0, i_h
-        if i % COPIES == 1:
-            row, head = row1, head1
-        copy_block(g, [row, head * s_gh + (i // COPIES * 64 + i % COPIES * SECOND)], decays_ready, g_rows.index(i))
+    copy_rows(k, k_rows, rows_ready, row0, row1, i_kh * s_kh, head1 // group * s_kh, SECOND)
+    copy_rows(q, q_rows, rows_ready, row0, row1, i_kh * s_qh, head1 // group * s_qh, SECOND)
+    copy_rows(g, g_rows, decays_ready, row0, row1, i_h * s_gh, head1 * s_gh, SECOND)
     state_buffer = None
     if AHEAD:
         state_buffer = gl.allocate_shared_memory(gl.float32, [2, BLOCK, BLOCK], STATE)
@@ -247,18 +244,21 @@ def prepare_hopper(
     beta0 = write_strength(gl.load(p_beta, mask=r < count, other=0.0), SIGMOID, NEG_EIGVAL)
     beta1 = write_strength(gl.load(p_beta + 16 * s_bt, mask=r + 16 < count, other=0.0), SIGMOID, NEG_EIGVAL)
     a = gate_rate(A_log, c_head)
-    if PAIRED and A_log is not None:
-        a = by_column(a)
-    if GATE == "bounded":
-        # Behind a sequence's end g is minus infinity: its product with the rate must not be NaN, nor may the bound's.
+    if GATE != "none":
+        # Where g is infinite, as behind a sequence's end, its product with the rate must not be NaN, nor the bound's.
         a = gl.maximum(a, 1e-30)
         lower_bound = gl.maximum(lower_bound, -2e38)
+    unit = decay_unit(a, lower_bound, GATE, BOUNDED)
+    left_unit = unit
+    if PAIRED and A_log is not None:
+        a = by_column(a)
+        if GATE == "softplus":
+            left_unit = left_rows(gl.minimum(-gate_rate(A_log, r_head), -1e-30))
     bias = 0.0
     if dt_bias is not None:
         bias = by_column(gl.load(dt_bias + c_head * K + cc).to(gl.float32))
         bias = gl.minimum(bias, 1e30)
     zero = gl.full([4, 16, 16], 0.0, gl.float32, MMA)
-
     mbarrier.wait(rows_ready, 0)
     if tail:
         fill_behind(q_buffer, count0, count1, 0.0)
@@ -278,10 +278,12 @@ def prepare_hopper(
     own_sum1 = seen_as(m10_sum.index(1), gl.float32, [4, 16], VECTOR)
     q_sum0 = seen_as(m10_sum.index(2), gl.float32, [4, 16], VECTOR)
     q_sum1 = seen_as(m10_sum.index(3), gl.float32, [4, 16], VECTOR)
-    k_sum0 = gl.allocate_shared_memory(gl.float32, [4, 16], VECTOR)
-    k_sum1 = gl.allocate_shared_memory(gl.float32, [4, 16], VECTOR)
+    k_sums = gl.allocate_shared_memory(gl.float32, [2, 4, 16], VECTOR)
+    k_sum0, k_sum1 = k_sums.index(0), k_sums.index(1)
     AGAIN: gl.constexpr = inverse is not None
     last_buffer = None
+    if not (BOUNDED or AGAIN):
+        flags = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if AGAIN and not BOUNDED:
         last_buffer = gl.allocate_shared_memory(gl.float32, [4, 4, 64], PLAIN)
     # Where a forward kept norms they are read again; else they are sums over a slot's warps.
@@ -308,73 +310,67 @@ def prepare_hopper(
         fill_behind(g_buffer, count0, count1, NO_DECAY)
     # Factors from a tile's start are 2^SHIFT times themselves, and so are whole decays.
     DOWN: gl.constexpr = 2.0**-SHIFT
-
-    unit = decay_unit(lower_bound, GATE, BOUNDED)
-
-    # Tile 0
-    g_tile = g_buffer.slice(0, 16, dim=1)
-    x, total0 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
-    x_buffer.store(x)
-    total_buffer.index(0).store(gl.exp2(total0 + SHIFT))
-    near, far = None, None
-    m00, l00 = zero, zero
-    store_last_factors(total0, last_buffer, 0)
-    if not (BOUNDED or AGAIN):
-        near, far = allows_factors(total0)
-        if far > 0:
-            m00, l00 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 0, near, zero, GATE)
-    q_rows = left_rows(norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE) * (scale * DOWN))
-    k_rows = left_rows(norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE) * DOWN)
-    q_e, k_e, k_f, k_g0a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 0, 0)
-    if not AGAIN:
-        m00, l00 = add_pairs(q_e, k_e, k_f, m00, l00)
-    store_part(k_e * k_rows, k_buffer, 0, 0)
-    store_part(q_e * q_rows, q_buffer, 0, 0)
-    q_e, k_e, k_f, k_g0b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 0, 1)
-    if not AGAIN:
-        m00, l00 = add_pairs(q_e, k_e, k_f, m00, l00)
-    store_part(k_e * k_rows, k_buffer, 0, 1)
-    store_part(q_e * q_rows, q_buffer, 0, 1)
     WIDE: gl.constexpr = G_PARTS > 1
-    if WIDE == 0:
-        # A tile's rows of g have been read, and their place is as large.
-        store_part(k_g0a, w_buffer, 0, 0)
-        store_part(k_g0b, w_buffer, 0, 1)
-
-    # Tile 1
-    g_tile = g_buffer.slice(16, 16, dim=1)
-    x, total1 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
-    x_buffer.store(x)
+    m11, l11, m10, l10 = zero, zero, zero, zero
+    total1 = gl.full([4, 64], 0.0, gl.float32, gl.SliceLayout(1, COLUMNS))
+    # Values of their own: if both were one, the compiler would take ``m00 = m11`` in the loop for no change.
+    m00 = gl.full([4, 16, 16], 0.0, gl.float32, MMA)
+    l00 = m00
+    total0 = gl.full([4, 64], 0.0, gl.float32, gl.SliceLayout(1, COLUMNS))
+    if WIDE:
+        kg0 = (gl.full([4, 16, WIDTH], 0.0, q.dtype, LEFT),) * PARTS
+        kg1 = (gl.full([4, 16, WIDTH], 0.0, q.dtype, LEFT),) * PARTS
+    q_tile, k_tile, g_tile = tile_of(q_buffer, 0), tile_of(k_buffer, 0), tile_of(g_buffer, 0)
+    w_tile = tile_of(w_buffer, 0)
+    for tile in range(2):
+        m00, l00, total0 = m11, l11, total1
+        if WIDE:
+            kg0 = kg1
+            kg1 = ()
+        x, total1 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
+        x_buffer.store(x)
+        total_buffer.index(tile).store(gl.exp2(total1 + SHIFT))
+        store_last_factors(total1, last_buffer, tile)
+        near, far = None, None
+        m11, l11, m10, l10 = zero, zero, zero, zero
+        if not (BOUNDED or AGAIN):
+            near, far = allows_factors(total1, flags)
+            if far > 0:
+                m11, l11 = levels(x, q_tile, k_tile, x_buffer, left_unit, near, zero, GATE)
+        q_sum = seen_as(m10_sum.index(2 + tile), gl.float32, [4, 16], VECTOR)
+        q_factor = left_rows(norm_of_rows(q_sum, kept, 16 * tile, there, L2NORM, WHOLE) * (scale * DOWN))
+        k_factor = left_rows(norm_of_rows(k_sums.index(tile), kept, C + 16 * tile, there, L2NORM, WHOLE) * DOWN)
+        for part in gl.static_range(PARTS):
+            q_e, k_e, k_f, k_g = scaled_rows(
+                q_tile, k_tile, x_buffer, total_buffer, last_buffer, left_unit, near, far, tile, part
+            )
+            if not AGAIN:
+                m11, l11 = add_pairs(q_e, k_e, k_f, m11, l11)
+            if tile == 1:
+                if not AGAIN:
+                    if WIDE:
+                        right = turned(kg0[part])
+                    else:
+                        right = part_of(tile_of(w_buffer, 0), part).permute((0, 2, 1)).load(RIGHT)
+                    m10, l10 = add_products(q_e, k_e, right, m10, l10)
+                to_start = column_factors(total_buffer, 0, part) * DOWN
+                q_e, k_e = q_e * to_start, k_e * to_start
+            store_part(k_e * k_factor, k_tile, part)
+            store_part(q_e * q_factor, q_tile, part)
+            if WIDE:
+                kg1 += (k_g,)
+            else:
+                # A tile's rows of g have been read, and their place is as large.
+                store_part(k_g, w_tile, part)
+        q_tile, k_tile, g_tile = tile_of(q_buffer, 1), tile_of(k_buffer, 1), tile_of(g_buffer, 1)
+        w_tile = tile_of(w_buffer, 1)
     c_slot = gl.where(cw % 2 == 1, slot1, slot0).to(gl.int64)
     gl.store(D + (c_slot * HV + c_head) * K + cc, gl.exp2(total0 + total1), mask=((cw % 2 == 0) | second) & (cc >= 0))
-    total_buffer.index(1).store(gl.exp2(total1 + SHIFT))
-    m11, l11, m10, l10 = zero, zero, zero, zero
-    store_last_factors(total1, last_buffer, 1)
-    if not (BOUNDED or AGAIN):
-        near, far = allows_factors(total1)
-        if far > 0:
-            m11, l11 = levels(g_tile, a, bias, lower_bound, q_buffer, k_buffer, x_buffer, 1, near, zero, GATE)
-    q_rows = left_rows(norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE) * (scale * DOWN))
-    k_rows = left_rows(norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE) * DOWN)
-    q_e, k_e, k_f, k_g1a = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 1, 0)
-    if not AGAIN:
-        m11, l11 = add_pairs(q_e, k_e, k_f, m11, l11)
-        m10, l10 = add_crossing_pairs(q_e, k_e, k_g0a, w_buffer, 0, WIDE, m10, l10)
-    to_start = column_factors(total_buffer, 0, 0) * DOWN
-    store_part(k_e * to_start * k_rows, k_buffer, 1, 0)
-    store_part(q_e * to_start * q_rows, q_buffer, 1, 0)
-    q_e, k_e, k_f, k_g1b = scaled_rows(q_buffer, k_buffer, x_buffer, total_buffer, last_buffer, unit, near, far, 1, 1)
-    if not AGAIN:
-        m11, l11 = add_pairs(q_e, k_e, k_f, m11, l11)
-        m10, l10 = add_crossing_pairs(q_e, k_e, k_g0b, w_buffer, 1, WIDE, m10, l10)
-    to_start = column_factors(total_buffer, 0, 1) * DOWN
-    store_part(k_e * to_start * k_rows, k_buffer, 1, 1)
-    store_part(q_e * to_start * q_rows, q_buffer, 1, 1)
     if WIDE:
-        store_part(k_g0a, w_buffer, 0, 0)
-        store_part(k_g0b, w_buffer, 0, 1)
-    store_part(k_g1a, w_buffer, 1, 0)
-    store_part(k_g1b, w_buffer, 1, 1)
+        # Float32 rows of g leave no place for these before all have been read.
+        for part in gl.static_range(PARTS):
+            store_part(kg0[part], tile_of(w_buffer, 0), part)
+            store_part(kg1[part], tile_of(w_buffer, 1), part)
     fence_async_shared()
     block_barrier()
     if FINISHED > C:
@@ -392,6 +388,7 @@ def prepare_hopper(
 
     # From here on a warp has one tile of a slot for its own.
     p_square = by_row((slot * HV + r_head) * (C * C))
+    p_tiles = by_row((slot * HV + r_head) * 768)
     everywhere = by_column(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_COLUMN)), 0) >= 0)
     own = by_row(there) & everywhere
     odd2 = by_row(odd)
@@ -402,9 +399,9 @@ def prepare_hopper(
     k_norm0 = norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE)
     k_norm1 = norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE)
     if AGAIN:
-        xt00 = load_transposed(inverse + p_square, r, c, own, C)
-        xt10 = load_transposed(inverse + p_square + 16 * C, r, c, own, C)
-        xt11 = load_transposed(inverse + p_square + (16 * C + 16), r, c, own, C)
+        xt00 = load_transposed(inverse + p_tiles, r, c, own, 16)
+        xt10 = load_transposed(inverse + p_tiles + 256, r, c, own, 16)
+        xt11 = load_transposed(inverse + p_tiles + 512, r, c, own, 16)
     else:
         q_norm1 = norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE) * scale
         q_norm = gl.where(odd, q_norm1, norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE) * scale)
@@ -442,9 +439,7 @@ def prepare_hopper(
         xt10 = -times(times(xt00, l10, zero), x11, zero)
     if X is not None:
         # A forward may keep X for its second run: what is stored must be what is used here.
-        store_transposed(X + p_square + corner, gl.where(odd2, xt11, xt00), r, c, own, C)
-        store_transposed(X + p_square + 16 * C, xt10, r, c, lower, C)
-        store_square(X + p_square + 16, zero, r, c, upper, C)
+        store_inverse(X, slot * HV + r_head, xt00, xt10, xt11, r, c, own, odd2, zero, C)
     at00 = xt00 * by_column(gl.convert_layout(beta0, BY_COLUMN))
     beta1_column = by_column(gl.convert_layout(beta1, BY_COLUMN))
     at10 = xt10 * beta1_column

@@ -317,6 +317,9 @@ LEAST_TOTAL_FEW, MOST_HEADS_FEW = 8192, 24
 """The same where two or three segments fill the chip, up to so many value heads. With more a forward alone gains, of
 twice as many rows, and a training step nothing."""
 
+LARGEST_CHIP = 256
+"""Multiprocessors that segments are counted for, at most."""
+
 MOST_PROGRAMS = 132
 """Programs of 64 channels that are cut for: the multiprocessors of the largest chip."""
 
@@ -332,6 +335,11 @@ def cut_on_hopper(r: Request, chip: Chip) -> bool:
     )
 
 
+def _programs(r: Request) -> int:
+    """Programs of 64 value channels for one sequence."""
+    return r.HV * -(-padded(r.V) // 64)
+
+
 def segment_rows(request: Request, chip: Chip) -> int:
     """Rows of each segment of a call, or 0 when it is not cut: long calls of one dense sequence with few heads."""
     r, q = request, request.q
@@ -342,8 +350,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
     if r.return_intermediate_states or r.disable_recompute:
         return 0
     hopper = cut_on_hopper(r, chip)
-    programs = r.HV * -(-padded(r.V) // 64)
-    count = min(chip.multiprocessors // programs, most_segments(r) if hopper else r.T // LEAST_ROWS)
+    count = min(chip.multiprocessors, LARGEST_CHIP) // _programs(r)
+    count = min(count, most_segments(r) if hopper else r.T // LEAST_ROWS)
     prefill = not (r.save_for_backward or r.saved or r.needs_grad)
     if not (cutting_pays(r, count, prefill) if hopper else count >= LEAST_SEGMENTS):
         return 0
@@ -376,7 +384,7 @@ def saved_slots(request: Request) -> int:
 
     Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
     """
-    if request.B == 1 and request.cu_seqlens is None:
+    if request.B == 1 and request.cu_seqlens is None and LARGEST_CHIP // _programs(request) > 1:
         return request.T // CHUNK + request.T // LEAST_ROWS_HOPPER + 2
     return max(1, slots(request))
 

@@ -64,6 +64,11 @@ def _prepared_shapes(count: int, HV: int, KP: int) -> tuple[tuple[int, ...], ...
     return (count, HV, 3, CHUNK, KP), square, (count, HV, KP), square, (count, HV, 2, CHUNK)
 
 
+def _kept_inverse(square: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Shape of the inverses that a forward saves: without their zero tiles, if a second run copies them to 16 bits."""
+    return square if dtype == torch.float32 else (*square[:2], 3, 16, 16)
+
+
 def kept_shapes(r: Request) -> dict[str, tuple[int, ...]]:
     """Shapes of z and the states that a forward saves, by pairs of chunks."""
     lead = slots(r, 2 * CHUNK), r.HV
@@ -84,7 +89,7 @@ def saved_specs(request: Request, on: Chip) -> tuple[TensorSpec, ...]:
         rows, starts = fragment_slots(request), fragment_starts_shape(request)
     keys, square, decay, _, norms = _prepared_shapes(rows, request.HV, padded(request.K))
     dtype = request.q.dtype
-    specs = [TensorSpec(square, dtype), TensorSpec(square, torch.float32)]
+    specs = [TensorSpec(square, dtype), TensorSpec(_kept_inverse(square, dtype), torch.float32)]
     if everything:
         specs = [TensorSpec(keys, dtype), specs[0], TensorSpec(decay, torch.float32), TensorSpec(square, dtype)]
     if request.use_qk_l2norm_in_kernel:
@@ -111,7 +116,7 @@ def _prepare_buffers(
         shapes, new = _prepared_shapes(keep, r.HV, padded(r.K)), b.result
     P, X, norms = new("P", shapes[1], dtype), None, None
     if backward or keep:
-        X = new("X", shapes[3], torch.float32 if keep else dtype)
+        X = new("X", _kept_inverse(shapes[3], dtype), torch.float32) if keep else new("X", shapes[3], dtype)
         norms = new("norms", shapes[4], torch.float32) if r.use_qk_l2norm_in_kernel else None
     written = Prepared(keys, P, D, X, norms)
     return written, written
