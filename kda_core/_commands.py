@@ -95,7 +95,7 @@ class Command(TyperCommand):
     """A command that loads the backends before it runs, and does not for its help."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        # What a wheel prints when it is imported is no part of a command's output.
+        # A wheel may print something when it is imported; that is no part of a command's output.
         with contextlib.redirect_stdout(sys.stderr):
             kda_core.backends()
         return super().invoke(ctx)

@@ -98,7 +98,8 @@ def gate_rate(A_log, i_h):
 def rate_of(x):
     """exp of a loaded A_log."""
     x = x.to(tl.float32)
-    return tl.minimum(exp(tl.where(x > LARGEST_A_LOG, LARGEST_A_LOG, x)), MAX_RATE)
+    x = exp(tl.where(x > LARGEST_A_LOG, LARGEST_A_LOG, x))
+    return tl.where(x > MAX_RATE, MAX_RATE, x)  # NaN stays
 
 
 @triton.jit

@@ -260,6 +260,12 @@ def bound_ignored(r):
 
 
 @asked
+def nan_rate_lost(r):
+    """A NaN in A_log becomes the largest rate, as of a minimum that takes the other number."""
+    return r if r.A_log is None else replace(r, A_log=r.A_log.nan_to_num(nan=70.0))
+
+
+@asked
 def bias_ignored_by_the_bounded_gate(r):
     """The lower-bound gate leaves dt_bias out."""
     if r.lower_bound is None or r.save_for_backward:

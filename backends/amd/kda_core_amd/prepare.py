@@ -52,8 +52,8 @@ def _log2_decays(
         bias = tl.load(dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
     y = log2_decay(b_g, rate, bias, lower_bound, GATE)
     if BOUNDED and GATE != "bounded":
-        # A broken promise costs accuracy, never a NaN.
-        y = tl.maximum(y, BOUNDED_LOG2_DECAY)
+        # A broken promise costs accuracy, never makes a NaN; one that g has stays.
+        y = tl.where(y < BOUNDED_LOG2_DECAY, BOUNDED_LOG2_DECAY, y)
     if GATE != "none":
         y = tl.where(valid[:, None] & (o_k < K)[None, :], y, 0.0)
     return split(y, TERMS)

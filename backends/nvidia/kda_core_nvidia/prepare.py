@@ -312,9 +312,9 @@ def prepare(
         y0 = log2_decay(b_g0, a, bias, bound0, GATE, Y_UNIT, not BOUNDED)
         y1 = log2_decay(b_g1, a, bias, bound1, GATE, Y_UNIT, not BOUNDED)
         if BOUNDED and GATE != "bounded":
-            # A broken promise costs accuracy, never a NaN.
-            y0 = tl.maximum(y0, decay.BOUNDED_LOG2_DECAY * Y_UNIT)
-            y1 = tl.maximum(y1, decay.BOUNDED_LOG2_DECAY * Y_UNIT)
+            # A broken promise costs accuracy, never makes a NaN; one that g has stays.
+            y0 = tl.maximum(y0, decay.BOUNDED_LOG2_DECAY * Y_UNIT, propagate_nan=tl.PropagateNan.ALL)
+            y1 = tl.maximum(y1, decay.BOUNDED_LOG2_DECAY * Y_UNIT, propagate_nan=tl.PropagateNan.ALL)
         if GATE == "softplus" or (GATE == "bounded" and K < KP):
             y0 = tl.where(mask0, y0, 0.0)
             y1 = tl.where(mask1, y1, 0.0)

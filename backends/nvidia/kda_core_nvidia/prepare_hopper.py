@@ -56,6 +56,7 @@ from kda_core_nvidia.hopper_squares import (
 from kda_core_nvidia.hopper_tiles import (
     COLUMNS,
     PARTS,
+    PROPAGATE,
     SHIFT,
     WIDTH,
     add_pairs,
@@ -246,18 +247,18 @@ def prepare_hopper(
     a = gate_rate(A_log, c_head)
     if GATE != "none":
         # Where g is infinite, as behind a sequence's end, its product with the rate must not be NaN, nor the bound's.
-        a = gl.maximum(a, 1e-30)
+        a = gl.maximum(a, 1e-30, propagate_nan=PROPAGATE)
         lower_bound = gl.maximum(lower_bound, -2e38)
     unit = decay_unit(a, lower_bound, GATE, BOUNDED)
     left_unit = unit
     if PAIRED and A_log is not None:
         a = by_column(a)
         if GATE == "softplus":
-            left_unit = left_rows(gl.minimum(-gate_rate(A_log, r_head), -1e-30))
+            left_unit = left_rows(gl.minimum(-gate_rate(A_log, r_head), -1e-30, propagate_nan=PROPAGATE))
     bias = 0.0
     if dt_bias is not None:
         bias = by_column(gl.load(dt_bias + c_head * K + cc).to(gl.float32))
-        bias = gl.minimum(bias, 1e30)
+        bias = gl.minimum(bias, 1e30, propagate_nan=PROPAGATE)
     zero = gl.full([4, 16, 16], 0.0, gl.float32, MMA)
     mbarrier.wait(rows_ready, 0)
     if tail:

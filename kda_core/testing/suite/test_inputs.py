@@ -7,7 +7,7 @@ import torch
 
 import kda_core
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import Case
+from kda_core.testing.cases import BF16, FP32, PLAIN, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import requires
 
@@ -109,3 +109,46 @@ def test_device_that_is_not_current(kda, op: str):
     assert all(x.device.index != current for x in there)
     assert all(same_bits(a, b.to(a.device)) for a, b in zip(here, there, strict=True))
     assert devices.current_device() == current
+
+
+NAN_GATES = {
+    "softplus": {"gate": "softplus"},
+    "lower bound": {"gate": "lower bound"},
+    "far bound": {"gate": "lower bound", "options": {"lower_bound": -300.0}},
+    "given": {},
+    "promised": {"decay": "bounded", "options": {"safe_gate": True, "lower_bound": -5.0}},
+}
+
+
+@requires(Feature.INITIAL_STATE, Feature.LOWER_BOUND_GATE, Feature.SAFE_GATE, *GATED)
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param("chunk_kda", marks=requires(Feature.CHUNK)),
+        pytest.param("fused_recurrent_kda", marks=requires(Feature.RECURRENT)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("gate", NAN_GATES)
+def test_nan_is_seen(kda, op: str, gate: str, dtype: torch.dtype):
+    """A NaN in an input makes every row NaN that depends on it, and none of another head or batch entry."""
+    fields = PLAIN[dtype] | NAN_GATES[gate]
+    call = Case(name=f"NaN, {gate}", op=op, B=2, T=20, H=2, HV=4, l2norm=True, beta="sigmoid", **fields).call()
+    n, t, h, c = 1, 9, 2, 5
+    places = {
+        "q": (n, t, h // 2, c), "k": (n, t, h // 2, c), "v": (n, t, h, c), "g": (n, t, h, c), "beta": (n, t, h),
+        "initial_state": (n, h, c, c), "A_log": (h,), "dt_bias": (h * call.tensors["k"].shape[-1] + c,),
+    }  # fmt: skip
+    for name in places.keys() & call.tensors.keys():
+        x = call.tensors[name].clone()
+        x[places[name]] = torch.nan
+        o = kda.run(call.having(**{name: x}))["o"]
+        first = 0 if name in ("initial_state", "A_log", "dt_bias") else t
+        last = t + 1 if name == "q" else None
+        columns = slice(c, c + 1) if name in ("v", "initial_state") else slice(None)
+        assert o[n, first:last, h, columns].isnan().all(), name
+        others = torch.ones(o.shape[:3], dtype=torch.bool)
+        others[n if name not in ("A_log", "dt_bias") else slice(None), :, 2:] = False
+        if name not in ("q", "k"):
+            others[:, :, 3] = True
+        assert o[others.to(o.device)].isfinite().all(), name
