@@ -133,8 +133,11 @@ NAN_GATES = {
 def test_nan_is_seen(kda, op: str, gate: str, dtype: torch.dtype):
     """A NaN in an input makes every row NaN that depends on it, and none of another head or batch entry."""
     fields = PLAIN[dtype] | NAN_GATES[gate]
-    call = Case(name=f"NaN, {gate}", op=op, B=2, T=20, H=2, HV=4, l2norm=True, beta="sigmoid", **fields).call()
-    n, t, h, c = 1, 9, 2, 5
+    if dtype == BF16:
+        fields |= {"K": 128}  # heads of models, for which a device may have kernels of its own
+    T = 20 if op == "chunk_kda" else 3
+    call = Case(name=f"NaN, {gate}", op=op, B=2, T=T, H=2, HV=4, l2norm=True, beta="sigmoid", **fields).call()
+    n, t, h, c = 1, T // 2, 2, 5
     places = {
         "q": (n, t, h // 2, c), "k": (n, t, h // 2, c), "v": (n, t, h, c), "g": (n, t, h, c), "beta": (n, t, h),
         "initial_state": (n, h, c, c), "A_log": (h,), "dt_bias": (h * call.tensors["k"].shape[-1] + c,),
