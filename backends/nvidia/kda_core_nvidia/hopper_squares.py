@@ -212,14 +212,14 @@ def store_transposed(p, x, r, c, mask, C: gl.constexpr):
 
 @gluon.jit
 def store_inverse(X, block, xt00, xt10, xt11, r, c, own, lower, zero, C: gl.constexpr):
-    """Store an inverse of C = 32 rows from transposes of its tiles; in float32 X00, X10 and X11 alone.
+    """Store an inverse of C = 32 rows from transposes of its tiles; in float32 as ``load_inverse`` reads it.
 
     Args:
         block: of each row. own, lower: warps that store, and those of them whose tile is the last one.
     """
     last = gl.where(lower, xt11, xt00)
     if X.dtype.element_ty == gl.float32:
-        p = X + by_row(block * 768)
+        p = X + by_row(block * (3 * 256))
         store_transposed(p + gl.where(lower, 512, 0), last, r, c, own, 16)
         store_transposed(p + 256, xt10, r, c, own & lower, 16)
     else:
@@ -230,5 +230,16 @@ def store_inverse(X, block, xt00, xt10, xt11, r, c, own, lower, zero, C: gl.cons
 
 
 @gluon.jit
-def load_transposed(p, r, c, mask, C: gl.constexpr):
-    return gl.load(p + (by_row(r) + by_column(c) * C), mask=mask, other=0.0)
+def load_inverse(inverse, block, r, c, own):
+    """Transposes of the tiles X00, X10 and X11 of inverses, which alone are stored, [3, 16, 16] each."""
+    p = inverse + by_row(block * (3 * 256))
+    return (
+        _load_transposed(p, r, c, own),
+        _load_transposed(p + 256, r, c, own),
+        _load_transposed(p + 512, r, c, own),
+    )
+
+
+@gluon.jit
+def _load_transposed(p, r, c, mask):
+    return gl.load(p + (by_row(r) + by_column(c) * 16), mask=mask, other=0.0)

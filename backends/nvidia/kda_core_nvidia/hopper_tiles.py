@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
-from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, log2_decay
+from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay
 from kda_core.triton_lib.packing import sequence_of_slot
 from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
@@ -120,6 +120,12 @@ def tile_decays(block, a, bias, lower_bound, GATE: gl.constexpr, BOUNDED: gl.con
         else:
             y = gl.maximum(log2_decay(x, a, bias, lower_bound, GATE, 1.0, True), LEAST, propagate_nan=PROPAGATE)
     return y
+
+
+@gluon.jit
+def rate_of_head(A_log, head):
+    """``gate_rate``, but not 0: where g is infinite, as behind a sequence's end, 0 times it would be NaN."""
+    return gl.maximum(gate_rate(A_log, head), 1e-30, propagate_nan=PROPAGATE)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kda_core.triton_lib.gate import gate_rate, write_strength
+from kda_core.triton_lib.gate import write_strength
 from kda_core.triton_lib.packing import is_padding, starts_from_state
 from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
@@ -40,7 +40,7 @@ from kda_core_nvidia.hopper_squares import (
     give_square,
     give_tiles,
     inverse_transposed,
-    load_transposed,
+    load_inverse,
     pairs_of,
     seen_as,
     square_of_slot,
@@ -71,6 +71,7 @@ from kda_core_nvidia.hopper_tiles import (
     norm_of_rows,
     part_of,
     put_products,
+    rate_of_head,
     scaled_rows,
     sequence_of_pair,
     store_last_factors,
@@ -244,17 +245,16 @@ def prepare_hopper(
     p_beta = beta + r_head * s_bh + row * s_bt
     beta0 = write_strength(gl.load(p_beta, mask=r < count, other=0.0), SIGMOID, NEG_EIGVAL)
     beta1 = write_strength(gl.load(p_beta + 16 * s_bt, mask=r + 16 < count, other=0.0), SIGMOID, NEG_EIGVAL)
-    a = gate_rate(A_log, c_head)
-    if GATE != "none":
-        # Where g is infinite, as behind a sequence's end, its product with the rate must not be NaN, nor the bound's.
-        a = gl.maximum(a, 1e-30, propagate_nan=PROPAGATE)
+    a = rate_of_head(A_log, c_head)
+    if GATE == "bounded":
+        # Nor may 0 times the bound be NaN.
         lower_bound = gl.maximum(lower_bound, -2e38)
     unit = decay_unit(a, lower_bound, GATE, BOUNDED)
     left_unit = unit
     if PAIRED and A_log is not None:
         a = by_column(a)
         if GATE == "softplus":
-            left_unit = left_rows(gl.minimum(-gate_rate(A_log, r_head), -1e-30, propagate_nan=PROPAGATE))
+            left_unit = left_rows(decay_unit(rate_of_head(A_log, r_head), lower_bound, GATE, BOUNDED))
     bias = 0.0
     if dt_bias is not None:
         bias = by_column(gl.load(dt_bias + c_head * K + cc).to(gl.float32))
@@ -389,7 +389,6 @@ def prepare_hopper(
 
     # From here on a warp has one tile of a slot for its own.
     p_square = by_row((slot * HV + r_head) * (C * C))
-    p_tiles = by_row((slot * HV + r_head) * 768)
     everywhere = by_column(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_COLUMN)), 0) >= 0)
     own = by_row(there) & everywhere
     odd2 = by_row(odd)
@@ -400,9 +399,7 @@ def prepare_hopper(
     k_norm0 = norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE)
     k_norm1 = norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE)
     if AGAIN:
-        xt00 = load_transposed(inverse + p_tiles, r, c, own, 16)
-        xt10 = load_transposed(inverse + p_tiles + 256, r, c, own, 16)
-        xt11 = load_transposed(inverse + p_tiles + 512, r, c, own, 16)
+        xt00, xt10, xt11 = load_inverse(inverse, slot * HV + r_head, r, c, own)
     else:
         q_norm1 = norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE) * scale
         q_norm = gl.where(odd, q_norm1, norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE) * scale)

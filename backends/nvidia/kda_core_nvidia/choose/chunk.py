@@ -318,10 +318,10 @@ LEAST_TOTAL_FEW, MOST_HEADS_FEW = 8192, 24
 twice as many rows, and a training step nothing."""
 
 LARGEST_CHIP = 256
-"""Multiprocessors that segments are counted for, at most."""
+"""Multiprocessors that segments are counted for, at most: a call of more programs is whole on every chip."""
 
 MOST_PROGRAMS = 132
-"""Programs of 64 channels that are cut for: the multiprocessors of the largest chip."""
+"""Programs of 64 channels that are cut for on Hopper: the multiprocessors of its largest chip."""
 
 
 def cut_on_hopper(r: Request, chip: Chip) -> bool:
