@@ -88,13 +88,15 @@ from kda_core_nvidia.gradients_tiles import (
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
 from kda_core_nvidia.recurrence_hopper import block_barrier
+from kda_core_nvidia.recurrence_stores_hopper import unknown
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
 
 
 @gluon.jit
-def _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, ADD: gl.constexpr):
+def _products_of_values(m, rows, columns, operands, ADD: gl.constexpr):
     """Begin the products over 128 value channels; ADD: to the sums over those before."""
+    stacked_0, stacked_1, z_0, z_1, s, ds = operands
     m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=ADD, is_async=True)
     m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
     s_0 = s.slice(0, 64).permute((1, 0))
@@ -145,9 +147,6 @@ def _gradients(
     HALVES: gl.constexpr = z_0.layout
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], dtype)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    stacked_0 = seen_as(o_0, dtype, [1, 128, 64], HALVES).index(0)
-    stacked_1 = seen_as(o_1, dtype, [1, 128, 64], HALVES).index(0)
-    all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(0)
     # Float32 blocks where decays are strong.
     WIDE_ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([32, 128], gl.float32)
     of_s = seen_as(s, gl.float32, [2, 32, 128], WIDE_ROWS)
@@ -170,8 +169,6 @@ def _gradients(
     BLOCKS: gl.constexpr = K // 128
     # A thread has the numbers of all warps.
     EACH: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
-    # Later, in the place of the pairs.
-    sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(0)
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
@@ -205,6 +202,20 @@ def _gradients(
 
         mbarrier.wait(values_ready, phase)
         mbarrier.wait(rows_ready.index(place), rows_phase)
+        # Blocks by an index that is 0 and that the compiler cannot know. It would keep their addresses for the next
+        # turn in slow memory, and wait for them where the products begin.
+        here = unknown(gl.to_tensor(0))
+        operands = (
+            seen_as(o_0, dtype, [1, 128, 64], HALVES).index(here),
+            seen_as(o_1, dtype, [1, 128, 64], HALVES).index(here),
+            seen_as(z_0, dtype, [1, 64, 64], HALVES).index(here),
+            seen_as(z_1, dtype, [1, 64, 64], HALVES).index(here),
+            seen_as(s, dtype, [1, 128, 128], s.layout).index(here),
+            seen_as(ds, dtype, [1, 128, 128], s.layout).index(here),
+        )
+        all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(here)
+        # Later, in the place of the pairs.
+        sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(here)
         if TAILS:  # noqa: SIM102
             if count < C:
                 behind = count - C // 2
@@ -229,7 +240,7 @@ def _gradients(
         LATER: gl.constexpr = V > 128
         if LATER:
             # The first half of the value channels: all is read before the others take its place.
-            m, rows, columns = _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, False)
+            m, rows, columns = _products_of_values(m, rows, columns, operands, False)
             first_sums = products_of_channels(s, ds)
             m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
             block_barrier()
@@ -238,7 +249,7 @@ def _gradients(
             ys = _decays_of_tiles(g_rows, bias, rate, lower_bound, there, GATE, BOUNDED)
             rise, halves = _factors_of_tiles(ys)
             mbarrier.wait(values_ready, 1)
-        m, rows, columns = _products_of_values(m, rows, columns, stacked_0, stacked_1, z_0, z_1, s, ds, LATER)
+        m, rows, columns = _products_of_values(m, rows, columns, operands, LATER)
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
         if not LATER:
             ys = _decays_of_tiles(g_rows, bias, rate, lower_bound, there, GATE, BOUNDED)
