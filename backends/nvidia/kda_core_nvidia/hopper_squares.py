@@ -10,7 +10,9 @@ warps that would have different ones.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
+
+from kda_core_nvidia.recurrence_stores_hopper import copy_elements
 
 # Triton 3.9's name, and 3.6's.
 _memory = gl.shared_memory_descriptor
@@ -141,7 +143,12 @@ def take_rows(buffer, WHOLE: gl.constexpr):
         return gl.expand_dims(_sum_of_quarters(quarters, gl.SliceLayout(0, BY_ROW)), 0).broadcast_to([4, 16])
     halves = seen_as(buffer, gl.float32, [2, 2, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, PAIR))
-    x = halves.index(0).load(LAYOUT) + halves.index(1).load(LAYOUT)
+    return _rows_of_slot(halves.index(0).load(LAYOUT) + halves.index(1).load(LAYOUT))
+
+
+@gluon.jit
+def _rows_of_slot(x):
+    """[2, 16], numbers a slot, in both of its warps."""
     x = gl.expand_dims(x, 0).broadcast_to([2, 2, 16]).reshape([4, 16])
     return gl.convert_layout(x, BY_ROW, assert_trivial=True)
 
@@ -212,7 +219,7 @@ def store_transposed(p, x, r, c, mask, C: gl.constexpr):
 
 @gluon.jit
 def store_inverse(X, block, xt00, xt10, xt11, r, c, own, lower, zero, C: gl.constexpr):
-    """Store an inverse of C = 32 rows from transposes of its tiles; in float32 as ``load_inverse`` reads it.
+    """Store an inverse of C = 32 rows from transposes of its tiles; in float32 as ``ask_for_kept`` reads it.
 
     Args:
         block: of each row. own, lower: warps that store, and those of them whose tile is the last one.
@@ -230,16 +237,36 @@ def store_inverse(X, block, xt00, xt10, xt11, r, c, own, lower, zero, C: gl.cons
 
 
 @gluon.jit
-def load_inverse(inverse, block, r, c, own):
-    """Transposes of the tiles X00, X10 and X11 of inverses, which alone are stored, [3, 16, 16] each."""
-    p = inverse + by_row(block * (3 * 256))
-    return (
-        _load_transposed(p, r, c, own),
-        _load_transposed(p + 256, r, c, own),
-        _load_transposed(p + 512, r, c, own),
-    )
+def ask_for_kept(inverse, norms, block0, block1, squares, rows):
+    """Start to copy what a forward kept of both slots, which would be waited for where it is needed.
+
+    Args:
+        block0, block1: slot · HV + head.
+        squares: room for tiles X00, X10 and X11 of inverses, [3, 2, 256].
+        rows: room for norms of each tile's rows, of q and then of k, [4, 2, 16]; None without norms.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0])
+    slot = gl.arange(0, 2, layout=gl.SliceLayout(1, LAYOUT))
+    at = gl.where(slot == 1, block1, block0).to(gl.int64) * (3 * 256)
+    p = inverse + (at[:, None] + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))[None, :])
+    for i in gl.static_range(3):
+        copy_elements(squares.index(i), p + i * 256)
+    if rows is not None:
+        NUMBERS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        tile = gl.arange(0, 4, layout=gl.SliceLayout(1, NUMBERS))[:, None]
+        i = gl.arange(0, 32, layout=gl.SliceLayout(0, NUMBERS))[None, :]
+        p = norms + (gl.where(i < 16, block0, block1).to(gl.int64) * 64 + (tile * 16 + i % 16))
+        copy_elements(seen_as(rows, gl.float32, [4, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])), p)
+    async_copy.commit_group()
 
 
 @gluon.jit
-def _load_transposed(p, r, c, mask):
-    return gl.load(p + (by_row(r) + by_column(c) * 16), mask=mask, other=0.0)
+def kept_square(squares, i: gl.constexpr):
+    """The transpose of tile X00, X10 or X11 of a slot's inverse, in both of its warps."""
+    return square_of_slot(seen_as(squares.index(i), gl.float32, [2, 16, 16], COLUMNS_FIRST))
+
+
+@gluon.jit
+def kept_rows(rows, tile):
+    """Norms of a tile's rows, in both of a slot's warps; ``tile`` of q, and two more of k."""
+    return _rows_of_slot(rows.index(tile).load(gl.SliceLayout(0, gl.SliceLayout(3, PAIR))))

@@ -19,6 +19,7 @@ from kda_core_nvidia.hopper_squares import (
     by_row,
     diagonal,
     give_rows,
+    kept_rows,
     pairs_of,
     take_rows,
     turned,
@@ -162,10 +163,14 @@ def put_products(q_block, k_block, own_sum, q_sum, k_sum, zero, L2NORM: gl.const
 
 
 @gluon.jit
-def norm_of_rows(square, kept, offset, there, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
-    """Reciprocal norms of a tile's rows: those ``kept`` at an offset, or from squares; ones without L2NORM."""
+def norm_of_rows(square, kept, tile, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
+    """Reciprocal norms of a tile's rows: those ``kept``, or from squares; ones without L2NORM.
+
+    Args:
+        tile: of q, and two more of k.
+    """
     if kept is not None:
-        norm = gl.load(kept + offset, mask=there, other=1.0)
+        norm = kept_rows(kept, tile)
     elif L2NORM:
         norm = _rsqrt(take_rows(square, WHOLE) + NORM_EPS)
     else:
@@ -279,12 +284,12 @@ def store_part(x, tile, part: gl.constexpr):
 
 
 @gluon.jit
-def store_last_factors(total, buffer, tile):
+def store_last_factors(total, buffer):
     """For ``scaled_rows``: what a channel's exponents begin with, and a factor for what they give."""
     if buffer is not None:
         near = gl.expand_dims(warps_near(total), 1)
-        buffer.index(2 * tile).store(gl.where(near, 0.0, total + SHIFT))
-        buffer.index(2 * tile + 1).store(gl.where(near, gl.exp2(total + SHIFT), 1.0))
+        buffer.index(0).store(gl.where(near, 0.0, total + SHIFT))
+        buffer.index(1).store(gl.where(near, gl.exp2(total + SHIFT), 1.0))
 
 
 @gluon.jit
@@ -304,8 +309,8 @@ def scaled_rows(q_tile, k_tile, x_buffer, total_buffer, last_buffer, unit, near,
     e = gl.exp2(x)
     if last_buffer is not None:
         # The other form's bits, without a branch.
-        k_f = b_k * gl.exp2(column_factors(last_buffer, 2 * tile, part) - x)
-        k_g = k_f * column_factors(last_buffer, 2 * tile + 1, part)
+        k_f = b_k * gl.exp2(column_factors(last_buffer, 0, part) - x)
+        k_g = k_f * column_factors(last_buffer, 1, part)
     else:
         k_f = b_k * gl.exp2(-x)
         k_g = k_f * column_factors(total_buffer, tile, part)

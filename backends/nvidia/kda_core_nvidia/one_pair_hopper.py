@@ -21,10 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kda_core.triton_lib.packing import is_padding
 from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, unknown
-
-# Later versions of triton renamed it.
-copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, copy_elements, unknown
 
 BLOCK = gl.constexpr(64)
 """Value channels at a time, and key channels of a block in shared memory."""

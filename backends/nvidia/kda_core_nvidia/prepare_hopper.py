@@ -22,7 +22,7 @@ begins with its sequence.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, mma_v2, tma
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kda_core.triton_lib.gate import write_strength
@@ -35,12 +35,13 @@ from kda_core_nvidia.hopper_squares import (
     MMA,
     RIGHT,
     ROWS_FIRST,
+    ask_for_kept,
     by_column,
     by_row,
     give_square,
     give_tiles,
     inverse_transposed,
-    load_inverse,
+    kept_square,
     pairs_of,
     seen_as,
     square_of_slot,
@@ -218,6 +219,15 @@ def prepare_hopper(
     copy_rows(k, k_rows, rows_ready, row0, row1, i_kh * s_kh, head1 // group * s_kh, SECOND)
     copy_rows(q, q_rows, rows_ready, row0, row1, i_kh * s_qh, head1 // group * s_qh, SECOND)
     copy_rows(g, g_rows, decays_ready, row0, row1, i_h * s_gh, head1 * s_gh, SECOND)
+    # Where a forward kept norms they are read again; else they are sums over a slot's warps.
+    AGAIN: gl.constexpr = inverse is not None
+    kept = None
+    if AGAIN:
+        inverses = gl.allocate_shared_memory(gl.float32, [3, 2, 256], PLAIN)
+        if L2NORM:
+            kept = gl.allocate_shared_memory(gl.float32, [4, 2, 16], PLAIN)
+        block0 = slot0 * HV + i_h
+        ask_for_kept(inverse, norms, block0, gl.where(count1 > 0, slot1 * HV + head1, block0), inverses, kept)
     state_buffer = None
     if AHEAD:
         state_buffer = gl.allocate_shared_memory(gl.float32, [2, BLOCK, BLOCK], STATE)
@@ -281,16 +291,11 @@ def prepare_hopper(
     q_sum1 = seen_as(m10_sum.index(3), gl.float32, [4, 16], VECTOR)
     k_sums = gl.allocate_shared_memory(gl.float32, [2, 4, 16], VECTOR)
     k_sum0, k_sum1 = k_sums.index(0), k_sums.index(1)
-    AGAIN: gl.constexpr = inverse is not None
     last_buffer = None
     if not (BOUNDED or AGAIN):
         flags = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if AGAIN and not BOUNDED:
-        last_buffer = gl.allocate_shared_memory(gl.float32, [4, 4, 64], PLAIN)
-    # Where a forward kept norms they are read again; else they are sums over a slot's warps.
-    kept = None
-    if AGAIN and L2NORM:
-        kept = norms + (slot * HV + r_head) * (2 * C) + r
+        last_buffer = gl.allocate_shared_memory(gl.float32, [2, 4, 64], PLAIN)
     if not AGAIN:
         q0, k0 = q_buffer.slice(0, 16, dim=1), k_buffer.slice(0, 16, dim=1)
         q1, k1 = q_buffer.slice(16, 16, dim=1), k_buffer.slice(16, 16, dim=1)
@@ -299,12 +304,15 @@ def prepare_hopper(
         if norms is not None:
             p_norms = norms + (slot * HV + r_head) * (2 * C) + r
             once = there & (odd == 0)
-            gl.store(p_norms, norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE), mask=once)
-            gl.store(p_norms + 16, norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE), mask=once)
-            gl.store(p_norms + C, norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE), mask=once)
-            gl.store(p_norms + C + 16, norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE), mask=once)
+            gl.store(p_norms, norm_of_rows(q_sum0, kept, 0, L2NORM, WHOLE), mask=once)
+            gl.store(p_norms + 16, norm_of_rows(q_sum1, kept, 1, L2NORM, WHOLE), mask=once)
+            gl.store(p_norms + C, norm_of_rows(k_sum0, kept, 2, L2NORM, WHOLE), mask=once)
+            gl.store(p_norms + C + 16, norm_of_rows(k_sum1, kept, 3, L2NORM, WHOLE), mask=once)
 
     mbarrier.wait(decays_ready, 0)
+    if AGAIN:
+        async_copy.wait_group(0)
+        block_barrier()
     if tail:
         # The gate makes 0 of it.
         NO_DECAY: gl.constexpr = 0.0 if GATE == "none" else float("-inf")
@@ -331,7 +339,7 @@ def prepare_hopper(
         x, total1 = sums_of_rows(tile_decays(g_tile, a, bias, lower_bound, GATE, BOUNDED), unit)
         x_buffer.store(x)
         total_buffer.index(tile).store(gl.exp2(total1 + SHIFT))
-        store_last_factors(total1, last_buffer, tile)
+        store_last_factors(total1, last_buffer)
         near, far = None, None
         m11, l11, m10, l10 = zero, zero, zero, zero
         if not (BOUNDED or AGAIN):
@@ -339,8 +347,8 @@ def prepare_hopper(
             if far > 0:
                 m11, l11 = levels(x, q_tile, k_tile, x_buffer, left_unit, near, zero, GATE)
         q_sum = seen_as(m10_sum.index(2 + tile), gl.float32, [4, 16], VECTOR)
-        q_factor = left_rows(norm_of_rows(q_sum, kept, 16 * tile, there, L2NORM, WHOLE) * (scale * DOWN))
-        k_factor = left_rows(norm_of_rows(k_sums.index(tile), kept, C + 16 * tile, there, L2NORM, WHOLE) * DOWN)
+        q_factor = left_rows(norm_of_rows(q_sum, kept, tile, L2NORM, WHOLE) * (scale * DOWN))
+        k_factor = left_rows(norm_of_rows(k_sums.index(tile), kept, 2 + tile, L2NORM, WHOLE) * DOWN)
         for part in gl.static_range(PARTS):
             q_e, k_e, k_f, k_g = scaled_rows(
                 q_tile, k_tile, x_buffer, total_buffer, last_buffer, left_unit, near, far, tile, part
@@ -396,13 +404,13 @@ def prepare_hopper(
     upper = own & (odd2 == 0)
     corner = gl.where(odd2, 16 * C + 16, 0)
     # Reading these here makes room for other sums.
-    k_norm0 = norm_of_rows(k_sum0, kept, C, there, L2NORM, WHOLE)
-    k_norm1 = norm_of_rows(k_sum1, kept, C + 16, there, L2NORM, WHOLE)
+    k_norm0 = norm_of_rows(k_sum0, kept, 2, L2NORM, WHOLE)
+    k_norm1 = norm_of_rows(k_sum1, kept, 3, L2NORM, WHOLE)
     if AGAIN:
-        xt00, xt10, xt11 = load_inverse(inverse, slot * HV + r_head, r, c, own)
+        xt00, xt10, xt11 = kept_square(inverses, 0), kept_square(inverses, 1), kept_square(inverses, 2)
     else:
-        q_norm1 = norm_of_rows(q_sum1, kept, 16, there, L2NORM, WHOLE) * scale
-        q_norm = gl.where(odd, q_norm1, norm_of_rows(q_sum0, kept, 0, there, L2NORM, WHOLE) * scale)
+        q_norm1 = norm_of_rows(q_sum1, kept, 1, L2NORM, WHOLE) * scale
+        q_norm = gl.where(odd, q_norm1, norm_of_rows(q_sum0, kept, 0, L2NORM, WHOLE) * scale)
         own_product = gl.where(odd, take_rows(own_sum1, WHOLE), take_rows(own_sum0, WHOLE))
         m_sums = seen_as(work.index(0), gl.float32, [8, 16, 16], ROWS_FIRST)
         l_sums = seen_as(work.index(1), gl.float32, [8, 16, 16], ROWS_FIRST)
