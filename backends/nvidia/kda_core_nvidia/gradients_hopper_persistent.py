@@ -347,7 +347,7 @@ def _gradients(
             if A_log is not None:
                 # A number a warp.
                 summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
-                warp = gl.arange(0, WARPS, layout=summand.type.layout)
+                warp = gl.arange(0, WARPS, layout=summand.type.layout) + unknown(gl.to_tensor(0))
                 gl.store(
                     dA_partial + of_sums.to(gl.int64) * (BLOCKS * WARPS) + (block % BLOCKS * WARPS + warp), summand
                 )
@@ -360,7 +360,7 @@ def _gradients(
             total += other
         else:
             total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
-        r_lane = gl.arange(0, 256, layout=LANES) % 64
+        r_lane = (gl.arange(0, 256, layout=LANES) + unknown(gl.to_tensor(0))) % 64
         if table is not None:
             row, _, _, count = place_of(table, pair, C)
         p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
