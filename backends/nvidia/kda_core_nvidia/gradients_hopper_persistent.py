@@ -308,8 +308,9 @@ def _gradients(
             mbarrier.arrive(values_free, count=1)
         else:
             new_q, new_k, dg, sums_q, sums_k, sums_b = near_gradients_of_pair(
-                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs
-            )
+                rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
+                HV >> 31 if BOUNDED or BLOCKS > 1 else None,
+            )  # fmt: skip
         sum_q = merged_sums(sums_q[0], sums_q[1], 2)
         sum_k = merged_sums(sums_k[0], sums_k[1], 2)
         sum_b = merged_sums(sums_b[0], sums_b[1], 2)

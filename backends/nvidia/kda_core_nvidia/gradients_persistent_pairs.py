@@ -11,12 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from kda_core_nvidia import gradients_persistent_tiles as tiles
 from kda_core_nvidia.gradients_decays import add_level, add_sums, columns_by_rows, rows_by_columns
 from kda_core_nvidia.gradients_tiles import add_product, inside, left_parts, selected_sums
-from kda_core_nvidia.hopper_tiles import exp2, reciprocal
+from kda_core_nvidia.hopper_tiles import exp2, reciprocal, reciprocal_anew
 
 
 @gluon.jit
 def near_gradients_of_pair(
-    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
+    rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs, zero,
 ):  # fmt: skip
     """Gradients of a pair's rows by tile, but for what their norms take away, and of its decays; sums over a warp's
     channels of a row's product with its gradient, of q and of k, and of the gradient of β, for two tiles each.
@@ -25,6 +25,7 @@ def near_gradients_of_pair(
         rows, columns: products of the rows of do and dv, and of z, with the states, without any decay.
         sums: over v of S ⊙ dS, decayed over the pair, [128].
         rise, halves: 2^x of each tile, and half of its log2 decay.
+        zero: None where there are registers for 2^-x from its first use to its second; else as ``reciprocal_anew``.
     """
     e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, tiles.RIGHT)), 1)
     e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, tiles.RIGHT)), 0)
@@ -72,8 +73,9 @@ def near_gradients_of_pair(
             dkc = tiles.add_rows(dkc, qr, kr, pairs, 1.0, t)
         else:
             dkc = tiles.add_rows(dkc, qr, kr, pairs, between[t], t)
+        fall = reciprocal(rise[t]) if zero is None else reciprocal_anew(rise[t], zero)
         dq_t, dk_t, p, sum_q, sum_k, sum_b = tiles.own_gradients(
-            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * reciprocal(rise[t]), q_tile, k_tile, numbers, own_products, t
+            dq[t] * q_rise, dk[t] * k_rise, dkc[t] * fall, q_tile, k_tile, numbers, own_products, t
         )
         dg = (mma_v2(p[0], from_row, mma_v2(p[1], from_row, later)),) + dg
         later = mma_v2(p[0], everywhere, mma_v2(p[1], everywhere, later))

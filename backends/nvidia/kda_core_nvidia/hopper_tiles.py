@@ -96,6 +96,16 @@ def reciprocal(x):
 
 
 @gluon.jit
+def reciprocal_anew(x, zero):
+    """``reciprocal``, computed even where it is known already: keeping it takes a register.
+
+    Args:
+        zero: 0, which the compiler must not know.
+    """
+    return reciprocal((x.to(gl.int32, bitcast=True) | zero).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
 def softplus(z):
     """log2(1 + 2^z) with a relative error of 2^-16.8, by a polynomial of 2^-|z|."""
     e = exp2(-gl.abs(z))
