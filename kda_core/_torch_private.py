@@ -7,8 +7,8 @@ Checked with torch 2.7 to 2.13 and Python 3.10 to 3.14. ``MISSING`` names those 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -70,6 +70,17 @@ _any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled",
 def autocasts(kind: str) -> bool:
     """Whether autocast is on for devices of this kind."""
     return _any_autocast() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """A region in which it is off for devices of this kind."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """``torch.cat`` without autocast, which refuses 16-bit tensors of another dtype than its own."""
+    with without_autocast(tensors[0].device.type):
+        return torch.cat([*tensors], dim)
 
 
 def in_forward_mode() -> bool:

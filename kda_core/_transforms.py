@@ -18,7 +18,14 @@ from torch import Tensor
 
 from kda_core import _autograd
 from kda_core._schemas import NAMESPACE, Operator, Schema
-from kda_core._torch_private import in_functionalize, is_tracking_gradient, is_wrapped, outside_of_transforms, unwrapped
+from kda_core._torch_private import (
+    cat,
+    in_functionalize,
+    is_tracking_gradient,
+    is_wrapped,
+    outside_of_transforms,
+    unwrapped,
+)
 from kda_core.errors import NO_FORWARD_MODE
 from kda_core.request import GateRequest
 
@@ -71,7 +78,7 @@ class _Samples:
         else:
             t = t.movedim(dim, at)
             if self._none:
-                t = torch.cat([t, t.new_zeros(*t.shape[:at], 1, *t.shape[at + 1 :])], at)
+                t = cat([t, t.new_zeros(*t.shape[:at], 1, *t.shape[at + 1 :])], at)
         return t if self._stacked else t.flatten(at, at + 1)
 
     def place(self, name: str) -> int:

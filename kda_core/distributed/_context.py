@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kda_core._checks import python_value
 from kda_core._expect import expect_flag
+from kda_core._torch_private import cat
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Fragment, Layout, Range, edges, joined, split, table
@@ -126,7 +127,7 @@ class ContextParallel:
         if self.ranges is None:
             raise ValueError("local: a context of fla's does not know the rows of its rank")
         parts = [x.narrow(dim, a, b - a) for a, b in self.ranges]
-        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+        return cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
     def refresh(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         """Take other boundaries of as many sequences; a captured CUDA graph then serves those when it is replayed.

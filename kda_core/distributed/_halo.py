@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kda_core._ops import define
+from kda_core._torch_private import cat
 from kda_core.distributed._call import NAMESPACE, _library
 from kda_core.distributed._context import ContextParallel
 from kda_core.distributed._exchange import gathered, resolve_group
@@ -40,7 +41,7 @@ def conv_halo(x: Tensor, context: ContextParallel) -> Tensor:
 def _halo(x: Tensor, tails: Tensor, sources: Tensor, slots: Tensor, fragments: Tensor, group_name: str) -> Tensor:
     group = resolve_group(group_name)
     # One row more, for those that are not there: no rank asks for them.
-    rows = torch.cat([x.flatten(0, 1), x.new_zeros(1, x.shape[2])]) if not x.shape[1] else x.flatten(0, 1)
+    rows = x.flatten(0, 1) if x.shape[1] else x.new_zeros(1, x.shape[2])
     own = rows.index_select(0, tails.flatten().clamp(max=len(rows) - 1))
     every = gathered(own, group, True)
     count, width = tails.shape
@@ -55,7 +56,7 @@ def _halo_backward(
 ) -> Tensor:
     group = resolve_group(group_name)
     count, width = tails.shape
-    padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+    padded = cat([grad, grad.new_zeros(1, *grad.shape[1:])])
     every = gathered(padded.index_select(0, slots[2]).flatten(0, 1), group, False)
     # Sums in one order: a row may lie ahead of several short fragments.
     total = every.new_zeros(len(every) + 1, every.shape[1])

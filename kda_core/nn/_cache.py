@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core._checks import python_value
-from kda_core._torch_private import in_transform
+from kda_core._torch_private import cat, in_transform
 from kda_core.api import chunk_kda
-from kda_core.nn._convolution import cat
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from kda_core._checks import python_value
 from kda_core._expect import expect_flag
 from kda_core._loaded import Backend
-from kda_core._torch_private import autocasts
 from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._once import differentiable_once
@@ -117,15 +116,6 @@ def convolve(
         result = own.result("kda_core_short_convolution_forward", _request(tensors, flags, memo))
         y, final = result.o, state if inplace and flags["output_final_state"] else result.final_state
     return in_parts(y, parts), final
-
-
-def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """``torch.cat`` without autocast, which refuses 16-bit tensors of another dtype than its own."""
-    kind = tensors[0].device.type
-    if not autocasts(kind):
-        return torch.cat([*tensors], dim)
-    with torch.autocast(kind, enabled=False):
-        return torch.cat([*tensors], dim)
 
 
 def in_parts(y: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:

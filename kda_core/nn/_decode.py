@@ -14,10 +14,11 @@ from kda_core._bind import by_head
 from kda_core._checks import PYTHON, check, check_values, expect_flag, python_value
 from kda_core._expect import expect_no_overlap
 from kda_core._overlaps import share_memory
+from kda_core._torch_private import cat
 from kda_core.api import fused_recurrent_kda
 from kda_core.capabilities import Feature
 from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
-from kda_core.nn._convolution import cat, short_convolution
+from kda_core.nn._convolution import short_convolution
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import gated_rms_norm
 from kda_core.request import DecodeStepRequest, Request

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kda_core._checks import python_value
+from kda_core._torch_private import cat
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, first_token, last_inputs, may_write
 from kda_core.nn._checks import expect_eps, expect_tensor
-from kda_core.nn._convolution import ShortConvolution, cat, convolve, sequences
+from kda_core.nn._convolution import ShortConvolution, convolve, sequences
 from kda_core.nn._dispatch import is_eager
 from kda_core.nn._norm import GatedRMSNorm
 from kda_core.nn._projections import Convolutions, Projections, is_bare, normed_projection, project

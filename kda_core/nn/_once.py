@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +34,7 @@ def differentiable_once(name: str) -> Callable[[Callable[..., tuple]], Callable[
             watched, autocasts = torch.is_grad_enabled(), _torch_private.autocasts(kind)
             if not watched and not autocasts:  # as in most steps, which the host limits
                 return backward(ctx, kept, *own)
-            with torch.no_grad(), torch.autocast(kind, enabled=False) if autocasts else nullcontext():
+            with torch.no_grad(), _torch_private.without_autocast(kind):
                 found = backward(ctx, kept, *own)
             if not watched:
                 return found

@@ -200,6 +200,14 @@ def test_no_samples_give_results_without_samples(op: str, names: tuple):
         assert [(t.shape, t.dtype) for t in found] == [((0, *t.shape[1:]), t.dtype) for t in some]
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_no_samples_in_autocast_of_another_16_bit_dtype(op: str):
+    a = {name: t[:0].half() for name, t in samples(op).items() if name not in PARAMETERS}
+    with torch.autocast("cpu", torch.bfloat16):
+        o, state = vmap(lambda a: getattr(kda_core, op)(**a, output_final_state=True))(a)
+    assert (o.dtype, len(o), len(state)) == (torch.float16, 0, 0)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 0), (0, 3), (2, 0)])
 @pytest.mark.parametrize("op", OPS)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from whole_calls import RAW, assert_close, inputs, normal, oracle
 
 import kda_core
-from kda_core.distributed import build_cp_context
+from kda_core.distributed import build_cp_context, conv_halo
 from kda_core.distributed._layout import Layout
 
 
@@ -71,6 +71,22 @@ def test_a_mode_changes_no_bit(alone, mode, more):
         context = build_cp_context(**arguments)
         found = bits_of_a_step(context) if isinstance(mode, torch.autocast) else None
     found = found or bits_of_a_step(context)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [9, 0])
+def test_rows_of_another_16_bit_dtype_than_autocast(alone, rows):
+    context = build_cp_context(tokens=rows, layout=[[(rows // 3, rows), (0, rows // 3)]], conv1d_kernel_size=3)
+    x = normal(1, rows, 4).half().requires_grad_()
+
+    def halo_and_gradient() -> list[torch.Tensor]:
+        own = context.local(x)
+        halo = conv_halo(own, context)
+        return [own.detach(), halo.detach(), *torch.autograd.grad(halo, x, torch.ones_like(halo))]
+
+    expected = halo_and_gradient()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = halo_and_gradient()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
