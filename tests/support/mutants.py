@@ -265,6 +265,12 @@ def nan_rate_lost(r):
     return r if r.A_log is None else replace(r, A_log=r.A_log.nan_to_num(nan=70.0))
 
 
+@gradients
+def nan_gradient_lost(r, grads):
+    """A NaN in the decays' gradients becomes 0, as of a maximum that takes the other number."""
+    return grads | {n: grads[n].nan_to_num(nan=0.0) for n in ("g", "A_log", "dt_bias") if n in grads}
+
+
 @asked
 def bias_ignored_by_the_bounded_gate(r):
     """The lower-bound gate leaves dt_bias out."""

@@ -7,6 +7,7 @@ import torch
 
 import kda_core
 from kda_core.capabilities import Feature
+from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP32, PLAIN, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import requires
@@ -155,3 +156,18 @@ def test_nan_is_seen(kda, op: str, gate: str, dtype: torch.dtype):
         if name not in ("q", "k"):
             others[:, :, 3] = True
         assert o[others.to(o.device)].isfinite().all(), name
+
+
+@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT, Feature.LOWER_BOUND_GATE, *GATED)
+@pytest.mark.parametrize("gate", ["softplus", "lower bound"])
+def test_nan_is_seen_in_gradients(kda, gate: str):
+    """Gradients are NaN where the oracle's are: trainers find a step that broke by that."""
+    fields = PLAIN[BF16] | NAN_GATES[gate] | {"K": 128, "backward": True}
+    call = Case(name=f"NaN in gradients, {gate}", B=2, T=20, H=2, HV=4, l2norm=True, beta="sigmoid", **fields).call()
+    for name in ("g", "beta", "A_log", "dt_bias"):
+        x = call.tensors[name].clone()
+        x.view(-1)[x.numel() // 2] = torch.nan
+        broken = call.having(**{name: x})
+        found = kda.run(broken)
+        for of, expected in references.results(broken).items():
+            assert not (expected.isnan() & found[of].cpu().isfinite()).any(), (name, of)
