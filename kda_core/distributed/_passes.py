@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kda_core._bind import build_request
 from kda_core._ledger import Transfer
-from kda_core._torch_private import autocasts
+from kda_core._torch_private import without_autocast
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
 from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
@@ -164,14 +164,12 @@ def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
 
 def forward(r: Request, s: Shared, name: str | None, known: Chosen | None = None) -> Forward:
     """Run a call whose tensors are the caller's; ``known``: what an earlier one chose, for the same metadata."""
-    if autocasts(r.device.type):
-        # It would round the states that ranks exchange: on some ranks perhaps, whose others wait then.
-        with torch.autocast(r.device.type, enabled=False):
-            return forward(r, s, name, known)
-    if s.grid:
-        return _forward_of_cells(r, s, name)
-    step = ForwardStep(r, s, name, known)
-    return step.finish(_joined(step))
+    # Autocast would round the states that ranks exchange: on some ranks perhaps, whose others wait then.
+    with without_autocast(r.device.type):
+        if s.grid:
+            return _forward_of_cells(r, s, name)
+        step = ForwardStep(r, s, name, known)
+        return step.finish(_joined(step))
 
 
 def backward(
@@ -182,18 +180,16 @@ def backward(
     Args:
         known: what the forward chose, for tensors of the same metadata.
     """
-    if autocasts(r.device.type):
-        with torch.autocast(r.device.type, enabled=False):
-            return backward(r, s, name, matrices, known)
-    given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
-    if s.gather and r.output_final_state:
-        given = s.summed(s.no_states(r) if given is None else given.to(r.compute_dtype, copy=True))
-    if s.grid:
-        grads = _backward_of_cells(r, s, name, matrices, given)
-    else:
-        step = BackwardStep(r, s, name, known, given, matrices)
-        grads = step.finish(_joined(step))
-    if "initial_state" in r.needs_grad:
-        dtype = r.initial_state.dtype  # type: ignore[union-attr]
-        grads["initial_state"] = like_callers(r, grads["initial_state"], dtype)
-    return grads
+    with without_autocast(r.device.type):
+        given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
+        if s.gather and r.output_final_state:
+            given = s.summed(s.no_states(r) if given is None else given.to(r.compute_dtype, copy=True))
+        if s.grid:
+            grads = _backward_of_cells(r, s, name, matrices, given)
+        else:
+            step = BackwardStep(r, s, name, known, given, matrices)
+            grads = step.finish(_joined(step))
+        if "initial_state" in r.needs_grad:
+            dtype = r.initial_state.dtype  # type: ignore[union-attr]
+            grads["initial_state"] = like_callers(r, grads["initial_state"], dtype)
+        return grads

@@ -203,7 +203,7 @@ def _gradients(
         mbarrier.wait(values_ready, phase)
         mbarrier.wait(rows_ready.index(place), rows_phase)
         # Blocks by an index that is 0 and that the compiler cannot know. It would keep their addresses for the next
-        # turn in slow memory, and wait for them where the products begin.
+        # turn in slow memory, and wait for them where the products begin. So it would with those of sums, below.
         here = unknown(gl.to_tensor(0))
         operands = (
             seen_as(o_0, dtype, [1, 128, 64], HALVES).index(here),
