@@ -84,36 +84,36 @@ def add_sums(summands, select, acc):
 
 
 @gluon.jit
-def add_level(
-    dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, tile: gl.constexpr, MU: gl.constexpr, LU: gl.constexpr,
-    ROWS: gl.constexpr = 32,
-):  # fmt: skip
-    """Add the pairs that straddle the middles of a tile's blocks of 2b rows; ``ROWS`` numbers are of a kind."""
+def _kept(x, mask):
+    """Elements of 16 bits, or zeros where the mask has no bits: two in one instruction."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def add_level(dq, dk, dkc, dg, y, b, q, k, kb, pairs, MU: gl.constexpr, LU: gl.constexpr):
+    """Add the pairs that straddle the middles of a tile's blocks of 2b rows.
+
+    Args:
+        q, k, kb: q̂·scale, −k̂ and k̂β of the tile's rows.
+    """
     LAYOUT: gl.constexpr = y.type.layout
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     zero = gl.full([128, 16], 0.0, gl.float32, LAYOUT)
     s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
     t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
-    same = s // b == t // b
-    second = (t // b) % 2 == 1
+    # b is a power of two.
+    same = (s ^ t) < b
+    second = (t & b) != 0
     # From a row of a block's first half to the middle, and from there to one of its second half.
     e = exp2(tiles.selected_sums(y, same & (second == (s <= t)), (1.0, 0.0), zero))
-    block = s // (2 * b) == t // (2 * b)
-    below = block & (s // b < t // b)
-    above = block & (s // b > t // b)
-    none = gl.full([16, 16], 0.0, gl.bfloat16, RIGHT)
-    q = tiles.rows_of_tile(q_rows, tile, LAYOUT) * tiles.numbers_of_rows(numbers, 1, tile, ROWS, LAYOUT)
-    k = tiles.rows_of_tile(k_rows, tile, LAYOUT) * -tiles.numbers_of_rows(numbers, 2, tile, ROWS, LAYOUT)
-    kb = tiles.rows_of_tile(k_rows, tile, LAYOUT) * tiles.numbers_of_rows(numbers, 0, tile, ROWS, LAYOUT)
+    # Pairs of rows with later ones are zero already.
+    straddling = gl.where(((s ^ t) >= b) & ((s ^ t) < 2 * b), -1, 0).to(gl.int16)
     left = tiles.left_parts(kb * e)
-    of_q = tiles.add_product(left, gl.where(below, rows_by_columns(pairs, MU, RIGHT), none), zero) * e
-    of_k = tiles.add_product(left, gl.where(below, rows_by_columns(pairs, LU, RIGHT), none), zero) * e
-    of_column = tiles.add_product(
-        tiles.left_parts(q * e), gl.where(above, columns_by_rows(pairs, MU, RIGHT), none), zero
-    )
+    of_q = tiles.add_product(left, _kept(rows_by_columns(pairs, MU, RIGHT), straddling), zero) * e
+    of_k = tiles.add_product(left, _kept(rows_by_columns(pairs, LU, RIGHT), straddling), zero) * e
+    of_column = tiles.add_product(tiles.left_parts(q * e), _kept(columns_by_rows(pairs, MU, RIGHT), straddling), zero)
     of_column = (
-        tiles.add_product(tiles.left_parts(k * e), gl.where(above, columns_by_rows(pairs, LU, RIGHT), none), of_column)
-        * e
+        tiles.add_product(tiles.left_parts(k * e), _kept(columns_by_rows(pairs, LU, RIGHT), straddling), of_column) * e
     )
     # A pair's product decays in all rows behind its column, up to its row. A row of a second half has no column part
     # here, one of a first half no row part.
@@ -140,9 +140,12 @@ def _add_levels(
     """Add a tile's own pairs to dkc and, in shared memory, to dq, dk and dg."""
     y = tiles.log2_decays(g_rows, bias, a, lower_bound, count, tile, GATE, False)
     dq, dk, dg = take(dq_rows, tile), take(dk_rows, tile), take(dg_rows, tile)
+    q = tiles.rows_of_tile(q_rows, tile) * tiles.numbers_of_rows(numbers, 1, tile)
+    k = tiles.rows_of_tile(k_rows, tile) * -tiles.numbers_of_rows(numbers, 2, tile)
+    kb = tiles.rows_of_tile(k_rows, tile) * tiles.numbers_of_rows(numbers, 0, tile)
     b = 1
     while b < 16:
-        dq, dk, dkc, dg = add_level(dq, dk, dkc, dg, y, b, q_rows, k_rows, numbers, pairs, tile, MU, LU)
+        dq, dk, dkc, dg = add_level(dq, dk, dkc, dg, y, b, q, k, kb, pairs, MU, LU)
         b = b * 2
     _put(dq_rows, dq, tile)
     _put(dk_rows, dk, tile)

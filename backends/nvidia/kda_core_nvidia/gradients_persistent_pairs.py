@@ -193,17 +193,20 @@ def far_gradients_of_pair(
         q_tile = tiles.rows_of(q_rows, c)
         k_tile = tiles.rows_of(k_rows, c)
         dg = _tile(dg_rows, c).load(tiles.TILE) + gl.expand_dims(passing[c], 1)
-        dg = add_sums(k_tile * tiles.numbers_of(numbers, 0, c) * z, s < t, dg)
+        q_scale = tiles.numbers_of(numbers, 1, c)
+        minus_k = -tiles.numbers_of(numbers, 2, c)
+        kb = k_tile * tiles.numbers_of(numbers, 0, c)
+        dg = add_sums(kb * z, s < t, dg)
         of_q = _tile(dq_rows, c).load(tiles.TILE)
         of_k = _tile(dk_rows, c).load(tiles.TILE)
         b = 1
         while b < 16:
             of_q, of_k, z, dg = add_level(
-                of_q, of_k, z, dg, y, b, q_rows, k_rows, numbers, pairs, c, 9 * c, 9 * c + 4, 64
+                of_q, of_k, z, dg, y, b, q_tile * q_scale, k_tile * minus_k, kb, pairs, 9 * c, 9 * c + 4
             )
             b = b * 2
-        of_q = of_q * tiles.numbers_of(numbers, 1, c)
-        of_k = of_k * -tiles.numbers_of(numbers, 2, c)
+        of_q = of_q * q_scale
+        of_k = of_k * minus_k
         of_q, of_k, _, sum_q, sum_k, sum_b = tiles.own_gradients(
             of_q, of_k, z, q_tile, k_tile, numbers, own_products, c
         )

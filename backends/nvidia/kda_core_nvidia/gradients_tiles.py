@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LN_2, LOG2_E
-from kda_core_nvidia.backward_levels import rounded
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, log2, reciprocal
 from kda_core_nvidia.recurrence_hopper import copy_block
@@ -77,8 +76,22 @@ def _log2_of_one_and(e):
 def left_parts(x):
     """``x`` rounded to bfloat16, and the rest in bfloat16, as left operands: the same registers."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
-    high, wide = rounded(x, gl.bfloat16)
-    low = (x - wide).to(gl.bfloat16)
+    high, low = gl.inline_asm_elementwise(
+        """
+        { .reg .b32 first, last;
+        cvt.rn.bf16x2.f32 $0, $3, $2;
+        shl.b32 first, $0, 16;
+        and.b32 last, $0, 0xffff0000;
+        sub.f32 first, $2, first;
+        sub.f32 last, $3, last;
+        cvt.rn.bf16x2.f32 $1, last, first; }
+        """,
+        "=&r,=&r,r,r",
+        [x],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
     return gl.convert_layout(high, LAYOUT, assert_trivial=True), gl.convert_layout(low, LAYOUT, assert_trivial=True)
 
 
