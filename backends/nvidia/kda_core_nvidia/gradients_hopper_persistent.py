@@ -47,6 +47,7 @@ from kda_core.triton_lib.gate import rate_of, sigmoid
 from kda_core_nvidia.gradients_persistent_loads import (
     block_of,
     first_channel,
+    gate_gradients_of_pair,
     load_and_store,
     load_numbers,
     parts_of,
@@ -56,7 +57,6 @@ from kda_core_nvidia.gradients_persistent_loads import (
 )
 from kda_core_nvidia.gradients_persistent_pairs import far_gradients_of_pair, near_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
-    BY_CHANNEL,
     BY_WARP,
     EARLY,
     LANES,
@@ -67,7 +67,6 @@ from kda_core_nvidia.gradients_persistent_tiles import (
     TILE,
     TILES,
     WARPS,
-    gradients_of_gate,
     in_order,
     log2_decays_of,
     merged_sums,
@@ -167,6 +166,9 @@ def _gradients(
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     BLOCKS: gl.constexpr = K // 128
+    # Gradients of gates before the barriers for sums over warps, which then are close together: warps wait for the last
+    # one once. With softplus too few registers are left for it.
+    GATE_FIRST: gl.constexpr = GATE != "none" and BLOCKS == 1 and (BOUNDED or FAR)
     # A thread has the numbers of all warps.
     EACH: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     first = gl.program_id(0)
@@ -311,6 +313,11 @@ def _gradients(
                 rows, columns, sums, rise, halves, o_scale, q_rows, k_rows, numbers, own_products, pairs,
                 HV >> 31 if BOUNDED or BLOCKS > 1 else None,
             )  # fmt: skip
+        if GATE_FIRST:
+            dg = gate_gradients_of_pair(
+                dg, g_rows, bias, rate, lower_bound, A_log, table, dA_partial, dbias_partial, block, pair, i_h, HV,
+                there, K, C, GATE, FAR,
+            )  # fmt: skip
         sum_q = merged_sums(sums_q[0], sums_q[1], 2)
         sum_k = merged_sums(sums_k[0], sums_k[1], 2)
         sum_b = merged_sums(sums_b[0], sums_b[1], 2)
@@ -333,25 +340,14 @@ def _gradients(
             p_words = exchange + gl.arange(0, 256, layout=LANES) + (n & 1) * 256
             tag = gl.full([256], n + (1 << 30 if FAR else 1), gl.int32, LANES)
             send(p_words + first * 512, total, tag)
-        if GATE != "none":
+        if GATE != "none" and not GATE_FIRST:
             if TAILS and EARLY:
                 # Once more: registers are few.
                 _, _, _, there = place_of(table, pair, C)
-            dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, None if FAR else there, GATE)
-            of_sums = block // BLOCKS
-            if table is not None:
-                _, _, state, _ = place_of(table, pair, C)
-                of_sums = state * HV + i_h
-            if dbias_partial is not None:
-                c = first_channel(block, K) + gl.arange(0, 128, layout=BY_CHANNEL)
-                gl.store(dbias_partial + of_sums.to(gl.int64) * K + c, gl.sum(totals, axis=1))
-            if A_log is not None:
-                # A number a warp.
-                summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
-                warp = gl.arange(0, WARPS, layout=summand.type.layout) + unknown(gl.to_tensor(0))
-                gl.store(
-                    dA_partial + of_sums.to(gl.int64) * (BLOCKS * WARPS) + (block % BLOCKS * WARPS + warp), summand
-                )
+            dg = gate_gradients_of_pair(
+                dg, g_rows, bias, rate, lower_bound, A_log, table, dA_partial, dbias_partial, block, pair, i_h, HV,
+                there, K, C, GATE, FAR,
+            )  # fmt: skip
         block_barrier()
         if BLOCKS > 1:
             other = receive(p_words + (first ^ 1) * 512, tag)

@@ -6,9 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kda_core_nvidia.gradients_persistent_tiles import BY_CHANNEL, LANES
+from kda_core_nvidia.gradients_persistent_tiles import BY_CHANNEL, LANES, WARPS, gradients_of_gate
 from kda_core_nvidia.prepare_hopper import store_block
 from kda_core_nvidia.recurrence_hopper import copy_block
+from kda_core_nvidia.recurrence_stores_hopper import unknown
 
 
 @gluon.jit
@@ -173,6 +174,29 @@ def load_numbers(
             nq = gl.load(p_norms, mask=r < count, other=0.0)
             nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0)
     return a, bias, decay, second_decay, b_beta, nq, nk
+
+
+@gluon.jit
+def gate_gradients_of_pair(
+    dg, g_rows, bias, rate, lower_bound, A_log, table, dA_partial, dbias_partial, block, pair, i_h, HV, there,
+    K: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, FAR: gl.constexpr,
+):  # fmt: skip
+    """Gradients of a pair's gate inputs from those of its log decays; stores its part of A_log's and dt_bias's."""
+    BLOCKS: gl.constexpr = K // 128
+    dg, summands, totals = gradients_of_gate(g_rows, bias, rate, lower_bound, dg, None if FAR else there, GATE)
+    of_sums = block // BLOCKS
+    if table is not None:
+        _, _, state, _ = place_of(table, pair, C)
+        of_sums = state * HV + i_h
+    if dbias_partial is not None:
+        c = first_channel(block, K) + gl.arange(0, 128, layout=BY_CHANNEL)
+        gl.store(dbias_partial + of_sums.to(gl.int64) * K + c, gl.sum(totals, axis=1))
+    if A_log is not None:
+        # A number a warp.
+        summand = gl.sum(gl.sum(summands.reshape([WARPS, 16, 16]), axis=2), axis=1)
+        warp = gl.arange(0, WARPS, layout=summand.type.layout) + unknown(gl.to_tensor(0))
+        gl.store(dA_partial + of_sums.to(gl.int64) * (BLOCKS * WARPS) + (block % BLOCKS * WARPS + warp), summand)
+    return dg
 
 
 @gluon.jit
