@@ -169,6 +169,9 @@ def _gradients(
     # Gradients of gates before the barriers for sums over warps, which then are close together: warps wait for the last
     # one once. With softplus too few registers are left for it.
     GATE_FIRST: gl.constexpr = GATE != "none" and BLOCKS == 1 and (BOUNDED or FAR)
+    # A pair's numbers would push registers in slow memory out of the first cache. With bounded gates, which have few
+    # there, and where decays are strong that gains nothing.
+    ONCE: gl.constexpr = "" if FAR or (BOUNDED and GATE != "none") else "evict_first"
     # A thread has the numbers of all warps.
     EACH: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     first = gl.program_id(0)
@@ -177,7 +180,7 @@ def _gradients(
     block = gl.where(first < blocks, block_of(far_pairs, first_block, first, blocks, K, FAR), 0)
     pair, i_h, _ = parts_of(block, HV, K)
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-        beta, A_log, dt_bias, D, norms, table, pair, i_h, first_channel(block, K), HV, s_bt, s_bh, K, C
+        beta, A_log, dt_bias, D, norms, table, pair, i_h, first_channel(block, K), HV, s_bt, s_bh, K, C, ONCE
     )
     for n in range((blocks - first + step - 1) // step):
         row, _, _, count = place_of(table, pair, C)
@@ -329,7 +332,7 @@ def _gradients(
         next_pair, next_h, next_channel = parts_of(following, HV, K)
         if EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, ONCE
             )
         if BLOCKS > 1:
             # The other program needs them behind its gate.
@@ -381,7 +384,7 @@ def _gradients(
             dk = new_k
         if not EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, ONCE
             )
         block_barrier()
         store_tiles(q_rows, dq)
