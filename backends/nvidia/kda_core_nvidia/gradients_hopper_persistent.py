@@ -170,8 +170,8 @@ def _gradients(
     # one once. With softplus too few registers are left for it.
     GATE_FIRST: gl.constexpr = GATE != "none" and BLOCKS == 1 and (BOUNDED or FAR)
     # A pair's numbers would push registers in slow memory out of the first cache. With bounded gates, which have few
-    # there, and where decays are strong that gains nothing.
-    ONCE: gl.constexpr = "" if FAR or (BOUNDED and GATE != "none") else "evict_first"
+    # there, that gains nothing; where decays are strong it was not measured.
+    EVICTION: gl.constexpr = "" if FAR or (BOUNDED and GATE != "none") else "evict_first"
     # A thread has the numbers of all warps.
     EACH: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
     first = gl.program_id(0)
@@ -180,7 +180,7 @@ def _gradients(
     block = gl.where(first < blocks, block_of(far_pairs, first_block, first, blocks, K, FAR), 0)
     pair, i_h, _ = parts_of(block, HV, K)
     a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-        beta, A_log, dt_bias, D, norms, table, pair, i_h, first_channel(block, K), HV, s_bt, s_bh, K, C, ONCE
+        beta, A_log, dt_bias, D, norms, table, pair, i_h, first_channel(block, K), HV, s_bt, s_bh, K, C, EVICTION
     )
     for n in range((blocks - first + step - 1) // step):
         row, _, _, count = place_of(table, pair, C)
@@ -332,7 +332,7 @@ def _gradients(
         next_pair, next_h, next_channel = parts_of(following, HV, K)
         if EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, ONCE
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
             )
         if BLOCKS > 1:
             # The other program needs them behind its gate.
@@ -384,7 +384,7 @@ def _gradients(
             dk = new_k
         if not EARLY:
             a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, ONCE
+                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
             )
         block_barrier()
         store_tiles(q_rows, dq)

@@ -138,12 +138,12 @@ def load_and_store(
 @gluon.jit
 def load_numbers(
     beta, A_log, dt_bias, D, norms, table, pair, i_h, channel, HV, s_bt, s_bh,
-    K: gl.constexpr, C: gl.constexpr, ONCE: gl.constexpr,
+    K: gl.constexpr, C: gl.constexpr, EVICTION: gl.constexpr,
 ):  # fmt: skip
     """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
 
-    As they are in memory; zeros stand for those that do not exist. A thread has one row. ONCE: the eviction policy of
-    those that only one program reads, and once.
+    As they are in memory; zeros stand for those that do not exist. A thread has one row. EVICTION:
+    policy of the loads of those that one program reads, once.
     """
     c = channel + gl.arange(0, 128, layout=BY_CHANNEL)
     r = gl.arange(0, 256, layout=LANES) % 64
@@ -157,25 +157,25 @@ def load_numbers(
     nk = nq
     if table is None:
         p_decay = D + (2 * pair * HV + i_h).to(gl.int64) * K + c
-        decay = gl.load(p_decay, eviction_policy=ONCE)
-        second_decay = gl.load(p_decay + HV * K, eviction_policy=ONCE)
+        decay = gl.load(p_decay, eviction_policy=EVICTION)
+        second_decay = gl.load(p_decay + HV * K, eviction_policy=EVICTION)
         p_beta = beta + (pair * C).to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
-        b_beta = gl.load(p_beta, eviction_policy=ONCE)
+        b_beta = gl.load(p_beta, eviction_policy=EVICTION)
         if norms is not None:
             p_norms = norms + ((2 * pair + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
-            nq = gl.load(p_norms, eviction_policy=ONCE)
-            nk = gl.load(p_norms + C // 2, eviction_policy=ONCE)
+            nq = gl.load(p_norms, eviction_policy=EVICTION)
+            nk = gl.load(p_norms + C // 2, eviction_policy=EVICTION)
     else:
         row, slot, _, count = place_of(table, pair, C)
         p_decay = D + (slot * HV + i_h).to(gl.int64) * K + c
-        decay = gl.load(p_decay, eviction_policy=ONCE)
-        second_decay = gl.load(p_decay + HV * K, eviction_policy=ONCE)
+        decay = gl.load(p_decay, eviction_policy=EVICTION)
+        second_decay = gl.load(p_decay + HV * K, eviction_policy=EVICTION)
         p_beta = beta + row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
-        b_beta = gl.load(p_beta, mask=r < count, other=0.0, eviction_policy=ONCE)
+        b_beta = gl.load(p_beta, mask=r < count, other=0.0, eviction_policy=EVICTION)
         if norms is not None:
             p_norms = norms + ((slot + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
-            nq = gl.load(p_norms, mask=r < count, other=0.0, eviction_policy=ONCE)
-            nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0, eviction_policy=ONCE)
+            nq = gl.load(p_norms, mask=r < count, other=0.0, eviction_policy=EVICTION)
+            nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0, eviction_policy=EVICTION)
     return a, bias, decay, second_decay, b_beta, nq, nk
 
 

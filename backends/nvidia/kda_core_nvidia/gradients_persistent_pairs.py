@@ -195,15 +195,15 @@ def far_gradients_of_pair(
         dg = _tile(dg_rows, c).load(tiles.TILE) + gl.expand_dims(passing[c], 1)
         q_scale = tiles.numbers_of(numbers, 1, c)
         minus_k = -tiles.numbers_of(numbers, 2, c)
+        q = q_tile * q_scale
+        k = k_tile * minus_k
         kb = k_tile * tiles.numbers_of(numbers, 0, c)
         dg = add_sums(kb * z, s < t, dg)
         of_q = _tile(dq_rows, c).load(tiles.TILE)
         of_k = _tile(dk_rows, c).load(tiles.TILE)
         b = 1
         while b < 16:
-            of_q, of_k, z, dg = add_level(
-                of_q, of_k, z, dg, y, b, q_tile * q_scale, k_tile * minus_k, kb, pairs, 9 * c, 9 * c + 4
-            )
+            of_q, of_k, z, dg = add_level(of_q, of_k, z, dg, y, b, q, k, kb, pairs, 9 * c, 9 * c + 4)
             b = b * 2
         of_q = of_q * q_scale
         of_k = of_k * minus_k
