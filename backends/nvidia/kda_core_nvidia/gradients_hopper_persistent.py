@@ -54,6 +54,7 @@ from kda_core_nvidia.gradients_persistent_loads import (
     place_of,
     receive,
     send,
+    wide,
 )
 from kda_core_nvidia.gradients_persistent_pairs import far_gradients_of_pair, near_gradients_of_pair
 from kda_core_nvidia.gradients_persistent_tiles import (
@@ -363,7 +364,7 @@ def _gradients(
         r_lane = (gl.arange(0, 256, layout=LANES) + unknown(gl.to_tensor(0))) % 64
         if table is not None:
             row, _, _, count = place_of(table, pair, C)
-        p_dbeta = dbeta + (row.to(gl.int64) * HV + i_h) + r_lane * HV
+        p_dbeta = dbeta + wide(row + r_lane, HV) + i_h
         own_row = kind == 2
         if BLOCKS > 1:
             own_row = own_row & (block % BLOCKS == 0)

@@ -136,6 +136,19 @@ def load_and_store(
 
 
 @gluon.jit
+def wide(a, b):
+    """The product of two int32 in int64. The compiler would widen a factor before the loop and spill its upper half."""
+    b = gl.to_tensor(b)
+    if b.dtype == gl.int64:  # a stride past 2³¹
+        product = a.to(gl.int64) * b
+    else:
+        product = gl.inline_asm_elementwise(
+            "mul.wide.s32 $0, $1, $2;", "=l,r,r", [a, b], dtype=gl.int64, is_pure=True, pack=1
+        )
+    return product
+
+
+@gluon.jit
 def load_numbers(
     beta, A_log, dt_bias, D, norms, table, pair, i_h, channel, HV, s_bt, s_bh,
     K: gl.constexpr, C: gl.constexpr, EVICTION: gl.constexpr,
@@ -156,24 +169,23 @@ def load_numbers(
     nq = gl.full([256], 0.0, gl.float32, LANES)
     nk = nq
     if table is None:
-        p_decay = D + (2 * pair * HV + i_h).to(gl.int64) * K + c
-        decay = gl.load(p_decay, eviction_policy=EVICTION)
-        second_decay = gl.load(p_decay + HV * K, eviction_policy=EVICTION)
-        p_beta = beta + (pair * C).to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
+        decay = gl.load(D + wide(2 * pair * HV + i_h, K) + c, eviction_policy=EVICTION)
+        second_decay = gl.load(D + wide(2 * pair * HV + i_h + HV, K) + c, eviction_policy=EVICTION)
+        p_beta = beta + wide(pair * C + r, s_bt) + wide(i_h, s_bh)
         b_beta = gl.load(p_beta, eviction_policy=EVICTION)
         if norms is not None:
-            p_norms = norms + ((2 * pair + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
+            p_norms = norms + (wide(2 * pair + r // 32, HV) + i_h) * C + r % 32
             nq = gl.load(p_norms, eviction_policy=EVICTION)
             nk = gl.load(p_norms + C // 2, eviction_policy=EVICTION)
     else:
         row, slot, _, count = place_of(table, pair, C)
-        p_decay = D + (slot * HV + i_h).to(gl.int64) * K + c
+        p_decay = D + wide(slot * HV + i_h, K) + c
         decay = gl.load(p_decay, eviction_policy=EVICTION)
         second_decay = gl.load(p_decay + HV * K, eviction_policy=EVICTION)
         p_beta = beta + row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
         b_beta = gl.load(p_beta, mask=r < count, other=0.0, eviction_policy=EVICTION)
         if norms is not None:
-            p_norms = norms + ((slot + r // 32).to(gl.int64) * HV + i_h) * C + r % 32
+            p_norms = norms + (wide(slot + r // 32, HV) + i_h) * C + r % 32
             nq = gl.load(p_norms, mask=r < count, other=0.0, eviction_policy=EVICTION)
             nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0, eviction_policy=EVICTION)
     return a, bias, decay, second_decay, b_beta, nq, nk
