@@ -168,26 +168,18 @@ def load_numbers(
         bias = gl.load(dt_bias + i_h * K + c)
     nq = gl.full([256], 0.0, gl.float32, LANES)
     nk = nq
-    if table is None:
-        decay = gl.load(D + wide(2 * pair * HV + i_h, K) + c, eviction_policy=EVICTION)
-        second_decay = gl.load(D + wide(2 * pair * HV + i_h + HV, K) + c, eviction_policy=EVICTION)
-        p_beta = beta + wide(pair * C + r, s_bt) + wide(i_h, s_bh)
-        b_beta = gl.load(p_beta, eviction_policy=EVICTION)
-        if norms is not None:
-            p_norms = norms + (wide(2 * pair + r // 32, HV) + i_h) * C + r % 32
-            nq = gl.load(p_norms, eviction_policy=EVICTION)
-            nk = gl.load(p_norms + C // 2, eviction_policy=EVICTION)
-    else:
-        row, slot, _, count = place_of(table, pair, C)
-        p_decay = D + wide(slot * HV + i_h, K) + c
-        decay = gl.load(p_decay, eviction_policy=EVICTION)
-        second_decay = gl.load(p_decay + HV * K, eviction_policy=EVICTION)
-        p_beta = beta + row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r * s_bt
-        b_beta = gl.load(p_beta, mask=r < count, other=0.0, eviction_policy=EVICTION)
-        if norms is not None:
-            p_norms = norms + (wide(slot + r // 32, HV) + i_h) * C + r % 32
-            nq = gl.load(p_norms, mask=r < count, other=0.0, eviction_policy=EVICTION)
-            nk = gl.load(p_norms + C // 2, mask=r < count, other=0.0, eviction_policy=EVICTION)
+    row, slot, _, count = place_of(table, pair, C)
+    inside, other = None, None
+    if table is not None:
+        inside, other = r < count, 0.0
+    decay = gl.load(D + wide(slot * HV + i_h, K) + c, eviction_policy=EVICTION)
+    second_decay = gl.load(D + wide(slot * HV + i_h + HV, K) + c, eviction_policy=EVICTION)
+    p_beta = beta + wide(row + r, s_bt) + wide(i_h, s_bh)
+    b_beta = gl.load(p_beta, mask=inside, other=other, eviction_policy=EVICTION)
+    if norms is not None:
+        p_norms = norms + (wide(slot + r // 32, HV) + i_h) * C + r % 32
+        nq = gl.load(p_norms, mask=inside, other=other, eviction_policy=EVICTION)
+        nk = gl.load(p_norms + C // 2, mask=inside, other=other, eviction_policy=EVICTION)
     return a, bias, decay, second_decay, b_beta, nq, nk
 
 
