@@ -193,6 +193,22 @@ def test_the_recurrence_overlaps_prepare_alone(T: int, H: int, overlaps: bool):
     assert (launches[-2].kernel.__name__ == "prepare_hopper") == overlaps
 
 
+@pytest.mark.parametrize(("fields", "early"), [
+    ({}, ["recurrences_hopper", "gradients_hopper_persistent"]),
+    ({"H": 33}, []),  # more passes than the second cache holds
+    ({"T": 2080}, ["recurrences_hopper"]),  # the table of pairs is written between
+    ({"cu_seqlens": torch.empty(3, dtype=torch.int32, device="meta")}, []),
+    ({"T": 4096, "H": 4}, []),  # segments
+    # Rows are loaded before the kernel ahead ends, which copies them here.
+    ({"q": torch.empty(1, 2048, 12, 129, dtype=BF16, device="meta")[..., :128]}, ["recurrences_hopper"]),
+])  # fmt: skip
+def test_kernels_of_a_small_backward_start_early(fields: dict[str, Any], early: list[str]):
+    sizes = {n: fields.get(n, x) for n, x in {"T": 2048, "H": 12}.items()}
+    r = backward(**sizes, safe_gate=True, **{n: x for n, x in fields.items() if n not in sizes})
+    launches = plan_of(r, CHIPS[90]).launches
+    assert [x.kernel.__name__ for x in launches if x.constants.get("launch_pdl")] == early
+
+
 def test_segments_of_one_length_are_a_batch():
     """Others are packed sequences, whose boundaries are written."""
     even, odd = (as_segments(metadata(request(T=T)), 512) for T in (4096, 4100))

@@ -14,8 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
-from kda_core_nvidia.backward_states_hopper import load_state, place_of, rows_of, states_of_sequence, store_state_block
+from kda_core_nvidia.backward_states_hopper import (
+    begin_loads,
+    load_state,
+    place_of,
+    rows_of,
+    states_of_sequence,
+    store_state_block,
+)
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_state
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
@@ -27,6 +35,7 @@ def _load_for_reverse(
     HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads for reverse, last chunk first."""
+    begin_loads()
     n = (length + C - 1) // C
     for j in range(n):
         i = n - 1 - j
@@ -243,6 +252,9 @@ def recurrences_hopper(
     OUT_REVERSE: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr,
     ODD: gl.constexpr,  # with EVERY_SECOND: a sequence may have an odd number of chunks
 ):  # fmt: skip
+    if initial_state is not None or grad_final_state is not None:
+        # The kernel ahead may have copied them.
+        gdc_wait()
     if programs is None:
         _reverse_of_sequence(
             gl.program_id(0), gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads,

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_state_block
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
@@ -58,12 +59,20 @@ def load_state(
 
 
 @gluon.jit
+def begin_loads():
+    """Wait for the kernel ahead. Only then may the one behind begin, which reads what was written before that, too."""
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@gluon.jit
 def _load_for_states(
     values, pairs, X, decays, value_row, value_column, slot0, i_h, length, ready, free,
     ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer,
     HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads for states."""
+    begin_loads()
     for i in range((length + C - 1) // C):
         stage = i % STAGES
         slot = ((slot0 + i) * HV + i_h).to(gl.int32)

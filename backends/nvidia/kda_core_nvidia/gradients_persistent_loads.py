@@ -5,6 +5,7 @@ programs tell each other.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from kda_core_nvidia.gradients_persistent_tiles import BY_CHANNEL, LANES, WARPS, gradients_of_gate
 from kda_core_nvidia.prepare_hopper import store_block
@@ -96,6 +97,8 @@ def load_and_store(
             q, k, g, table, block_of(far_pairs, first_block, first + i * step, blocks, K, FAR), HV, s_qh, s_kh, s_gh,
             rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), K, C, there,
         )  # fmt: skip
+    # Values are of the recurrences, the kernel ahead.
+    gdc_wait()
     before = 0
     for n in range(count):
         block = block_of(far_pairs, first_block, first + n * step, blocks, K, FAR)

@@ -349,7 +349,7 @@ class _Backward:
                 named |= {"X": None, "values": None, "programs": None}
                 del tiles["values"]
             named |= {n: token_tile(x, CHUNK, first.block_v, swizzled=True) for n, x in tiles.items()}
-            options = {"maxnreg": first.registers}
+            options = {"maxnreg": first.registers, "launch_pdl": choice.overlap}
         else:
             kernel, options = recurrences_kernel, {}
             named |= {"BV": first.block_v, "STAGES": first.stages, "V_AS_OPERAND": choice.operand}
@@ -398,7 +398,7 @@ class _Backward:
         named |= {n: out[n] and out[n].cut(0, slots_of) for n in ("dA_partial", "dbias_partial")}
         named |= {"initial_state": exact[0], "grad_final_state": exact[1]}
         if self.paired:
-            launch_gradients_persistent(self.b, r, config, choice.bounded, named)
+            launch_gradients_persistent(self.b, r, config, choice.bounded, choice.overlap, named)
             return
         if self.hopper:
             launch_gradients_hopper(self.b, part, config, choice.bounded, named | {"N": part.N}, self.B * self.T)

@@ -50,13 +50,18 @@ def launch_gradients_hopper(
 
 
 def launch_gradients_persistent(
-    b: Builder, r: Request, config: GradientsPersistentConfig, bounded: bool, named: Mapping[str, Any]
+    b: Builder, r: Request, config: GradientsPersistentConfig, bounded: bool, overlap: bool, named: Mapping[str, Any]
 ) -> None:
     """Add launches of ``gradients_hopper_persistent``, and of ``gradients_hopper`` for chunks that are in no pair.
 
     z and the states are by pairs of slots.
+
+    Args:
+        overlap: the first launch may begin before the recurrences end.
     """
-    r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("q", "k", "g", "grad_o")}, beta=one_token_axis(b, r.beta))
+    read = {n: aligned(b, getattr(r, n)) for n in ("q", "k", "g", "grad_o")} | {"beta": one_token_axis(b, r.beta)}
+    copied = any(x is not getattr(r, n) for n, x in read.items())
+    r = changed(r, **read)
     pairs = slots(r, 2 * CHUNK)
     blocks = pairs * r.HV * (r.K // CHANNELS)
     own = {"table": None, "pair_count": None}
@@ -66,6 +71,8 @@ def launch_gradients_persistent(
         own["pair_count"] = b.scratch("pairs, numbers", (2,), torch.int32)
         programs = r.N + (BEHIND if packed else 1)
         b.pick(pairs_kernel, programs, 4, {**named, **own, "N": r.N, "pairs": pairs, "ROWS": CHANNELS})
+    # A pair's rows and numbers are loaded before the kernel ahead ends, so that this must be the recurrences.
+    overlap = overlap and own["table"] is None and not copied
     if packed or 0 < behind <= CHUNK:
         launch_gradients_hopper(b, r, config.last, bounded, {**named, "N": r.N}, 0, last=True)
     rows = {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
@@ -91,7 +98,8 @@ def launch_gradients_persistent(
         launches.append((blocks, (others if some else whole) | {"FAR": True}))
     for count, launch in launches:
         programs = min(count, most)
-        b.pick(gradients_hopper_persistent, programs, config.num_warps, {**named, **far, **launch})
+        early = overlap and not launch["FAR"]
+        b.pick(gradients_hopper_persistent, programs, config.num_warps, {**named, **far, **launch}, launch_pdl=early)
 
 
 def _tiles(b: Builder, r: Request, rows: int, block_v: int, named: Mapping[str, Any]) -> dict[str, Any]:
