@@ -158,8 +158,10 @@ def load_numbers(
 ):  # fmt: skip
     """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
 
-    As they are in memory; zeros stand for those that do not exist. A thread has one row. EVICTION:
-    policy of the loads of those that one program reads, once.
+    As they are in memory; zeros stand for those that do not exist. A thread has one row.
+
+    Args:
+        EVICTION: policy of the loads of those that one program reads, once.
     """
     c = channel + gl.arange(0, 128, layout=BY_CHANNEL)
     r = gl.arange(0, 256, layout=LANES) % 64
