@@ -23,7 +23,7 @@ from kda_core_nvidia.plans.forward import plan_forward
 from kda_core_nvidia.run import chip, run_plan
 
 from kda_core.request import Request
-from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.layout import padded, slots
 from kda_core.triton_lib.plan import metadata
 
 pytestmark = pytest.mark.platform("nvidia_hopper")
@@ -207,3 +207,35 @@ def test_an_output_that_is_not_aligned():
         kda_core.chunk_kda(**call, out=out[..., 1:])
     assert torch.equal(o, out[..., 1:])
     assert bool((out[..., 0] == 7).all())
+
+
+@pytest.mark.parametrize("gate", ["given", "softplus", "bounded"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "HV"), [(1, 2048, 16, 16), (5, 1000, 2, 4), (1, 1056, 24, 24), (1, 4100, 32, 32)]
+)
+def test_a_recurrence_that_follows_prepare_has_the_same_bits(B, T, H, HV, training, gate):
+    torch.manual_seed(T)
+    sizes = {"q": (B, T, H, 128), "k": (B, T, H, 128), "v": (B, T, HV, 128), "g": (B, T, HV, 128), "beta": (B, T, HV)}
+    call = {n: torch.randn(size, device=DEVICE).bfloat16() for n, size in sizes.items()}
+    call |= {"initial_state": torch.randn(B, HV, 128, 128, device=DEVICE), "output_final_state": True}
+    call |= {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    if gate == "given":
+        call["g"] = -call["g"].abs()
+    else:
+        call |= {"use_gate_in_kernel": True, "A_log": torch.rand(HV, device=DEVICE)}
+        call |= {"dt_bias": torch.randn(HV * 128, device=DEVICE), "safe_gate": gate == "bounded"}
+        call |= {"lower_bound": -5.0} if gate == "bounded" else {}
+    r = request(call, save_for_backward=training)
+    meta, on, *_ = facts(r)
+    choice = choose_forward(meta, on)
+    assert choice.follows
+    expected = run_plan(plan_forward(meta, replace(choice, prepare=replace(choice.prepare, programs=0))), r)
+    own, few = choice.prepare.programs, on.multiprocessors
+    for programs, stay in ((own, 0), (own, 1), (few, 0), (few, 1), (5, 0), (1, 0), *[(own, choice.prepare.stay)] * 5):
+        prepare = replace(choice.prepare, programs=programs, stay=stay)
+        found = run_plan(plan_forward(meta, replace(choice, prepare=prepare)), r)
+        for name, x in expected.items():
+            # What is saved has room for the slots of segments.
+            rows = slice(None) if name in ("o", "final_state") else slice(slots(meta))
+            assert x is None or torch.equal(x[rows], found[name][rows]), (name, programs, stay)

@@ -401,3 +401,33 @@ def test_descriptors_of_gradients_lie_as_the_kernel_allocates_them(dtype: torch.
     element = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
     expected = gl.NVMMASharedLayout.get_default_for(list(tile.block), element)
     assert shared_layout(tile.base.dtype, tile.block, tile.by_rows) == expected
+
+
+@pytest.mark.parametrize(("H", "T", "more", "each", "stay"), [
+    (15, 2048, {}, 0, 0),  # as fast without
+    (16, 2048, {}, 2, 0),
+    (19, 8192, {}, 2, 0),
+    (20, 8192, {}, 3, 0),
+    (24, 8192, {"gate_dtype": torch.float32}, 2, 0),
+    (32, 8192, {}, 3, 1),
+    (32, 8192, {"gate_dtype": torch.float32}, 2, 1),
+    (34, 8192, {}, 0, 0),  # the recurrence takes too many multiprocessors
+    (16, 1024, {}, 0, 0),  # one round
+    (4, 8192, {}, 0, 0),  # segments
+    (32, 2048, {"K": 256, "V": 256}, 0, 0),
+    (32, 2048, {"lengths": (1024, 1024)}, 0, 0),
+])  # fmt: skip
+def test_recurrences_of_some_heads_follow_prepare(H: int, T: int, more: dict[str, Any], each: int, stay: int):
+    case = chunk_case(torch.bfloat16, 128, 128, H, "bounded", T=T).having(**{"gate_dtype": torch.bfloat16} | more)
+    prepare, *_, recurrence = plan_of(trained(case)[0], CHIPS[90]).launches
+    assert (prepare.arguments["progress"] is None) == (each == 0)
+    if each:
+        assert prepare.grid[0] == each * 132
+        assert prepare.constants["STAY"] == stay
+        assert prepare.arguments["progress"] == recurrence.arguments["progress"]
+
+
+def test_a_forward_that_keeps_states_waits_for_prepare():
+    case = chunk_case(torch.bfloat16, 128, 128, 32, "bounded", T=8192).having(gate_dtype=torch.bfloat16)
+    prepare, *_ = plan_of(replace(trained(case)[0], disable_recompute=True), CHIPS[90]).launches
+    assert prepare.arguments["progress"] is None

@@ -79,6 +79,8 @@ CASES = [
     Case(name="segments", T=4130, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
     # Segments of one length, of which some are forgotten by the next.
     Case(name="segments, mixed decays", T=4096, H=1, K=128, dtype=BF16, decay="isolated", state=FP32, backward=True),
+    # Enough heads that the recurrence runs beside prepare.
+    Case(name="16 heads", T=1060, H=16, K=128, gate="softplus", **BFLOAT16, **RAW),
     Case(name="tokens", B=3, T=7, gate="lower bound", **STEP),
     Case(name="prompts", T=136, lengths=BOUNDARIES, gate="softplus", **STEP),
     Case(name="prompts, K 256", B=2, T=40, **(STEP | {"K": 256, "V": 64})),

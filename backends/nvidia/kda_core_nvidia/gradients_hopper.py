@@ -42,7 +42,7 @@ from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
 from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
-from kda_core_nvidia.prepare_hopper import store_block
+from kda_core_nvidia.prepare_slots_hopper import store_block
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from kda_core.triton_lib.packing import is_padding, starts_from_state
+from kda_core_nvidia.progress_hopper import prepared
 from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_chunks, unknown
 
 _NUMBERS = [
@@ -62,14 +63,19 @@ def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.
 
 @gluon.jit
 def _load(
-    pairs, single, P, X, decays, values, value_row, value_column, first_slot, HV, i_h, length, ready, free,
-    pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer,
+    pairs, single, P, X, decays, values, progress, heads, value_row, value_column, first_slot, HV, i_h, length, ready,
+    free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer,
     C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: chunk by chunk into free stages; values only where all rows of a chunk exist."""
     SQUARES: gl.constexpr = C * C if X is None else 2 * C * C
-    gdc_wait()
+    if progress is None:
+        gdc_wait()
+    pairs_there = 0
     for i in range((length + C - 1) // C):
+        if progress is not None:  # noqa: SIM102 (known when the kernel is compiled)
+            if i // 2 >= pairs_there:
+                pairs_there = prepared(progress, i // 2, (length + 2 * C - 1) // (2 * C), heads)
         stage = i % STAGES
         slot = ((first_slot + i) * HV + i_h).to(gl.int32)
         whole = length >= (i + 1) * C
@@ -84,6 +90,9 @@ def _load(
         copy_block(P, [slot * C, 0], bar, p_buffer.index(stage))
         if X is not None:
             copy_block(X, [slot * C, 0], bar, x_buffer.index(stage))
+    if progress is not None:
+        # What follows the recurrence follows ``prepare``, too.
+        gdc_wait()
 
 
 @gluon.jit
@@ -233,8 +242,8 @@ def _multiply(
 def _sequence(
     i_n, i_h, i_v,
     pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens, indices, has_state,
-    final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
-    s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
+    progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh,
+    s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr, LAST_STATE: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, FINISHED: gl.constexpr, ODD: gl.constexpr,
@@ -298,7 +307,7 @@ def _sequence(
             mbarrier.init(free.index(s), count=1)
         o_buffer, full, empty = v_buffer, free, free
         x_buffer, z_buffer, s_buffer = None, None, None
-        p_states, p_z, place0, heads = None, None, None, None
+        p_states, p_z, place0, heads, all_heads = None, None, None, None, None
         if STORERS > 0:
             o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
             full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
@@ -317,6 +326,9 @@ def _sequence(
             p_z = z + i_h * (2 * C * V) + i_v * BV
             place0 = place_of(first_slot, i_n, cu_seqlens, bos, chunks, C, ODD)
             heads = HV
+        if progress is not None:
+            progress += (i_n * HV + i_h).to(gl.int32)
+            all_heads = gl.num_programs(0) // (V // BV)
         # −I, times LIFT: as an operand of a product, v needs no change of layout.
         L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
         e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
@@ -337,8 +349,9 @@ def _sequence(
                         KP, LIFT, STAGES, OUT, STORERS,
                     )),
                     (_load, (
-                        pairs, single, P, X, decays, values, value_row, value_column, first_slot, HV, i_h, length,
-                        ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                        pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot,
+                        HV, i_h, length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C,
+                        KP, BV, STAGES,
                     )),
                 ],
                 [1],
@@ -354,8 +367,9 @@ def _sequence(
                         KP, LIFT, STAGES, OUT, STORERS,
                     )),
                     (_load, (
-                        pairs, single, P, X, decays, values, value_row, value_column, first_slot, HV, i_h, length,
-                        ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+                        pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot,
+                        HV, i_h, length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C,
+                        KP, BV, STAGES,
                     )),
                     (store_chunks, (
                         p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, free, full, empty, o_buffer,
@@ -403,6 +417,7 @@ def recurrence_hopper(
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or None
     has_state,  # [N] bool or None
+    progress,  # as in ``progress_hopper``, where it follows ``prepare_hopper`` pair by pair; or None
     final_indices,  # [N] slots of final_state, or None: indices
     T, N,
     chunks,  # chunks of a dense sequence
@@ -438,10 +453,10 @@ def recurrence_hopper(
                 i_n = first + gl.sum((numbers <= i // BLOCKS // HV).to(gl.int32), 0)
                 _sequence(
                     i_n.to(gl.int64), (i // BLOCKS % HV).to(gl.int64), i % BLOCKS, pairs, single, P, X, decays, values,
-                    v, o, z, states, initial_state, final_state, cu_seqlens, indices, has_state, final_indices, T,
-                    chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
-                    s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP, C, LIFT, UNIT, V_FIRST,
-                    LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
+                    v, o, z, states, initial_state, final_state, cu_seqlens, indices, has_state, progress,
+                    final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn,
+                    s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP, C,
+                    LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
                 )  # fmt: skip
             # Its next block, counted from the end of these.
             programs = gl.num_programs(0)
@@ -454,7 +469,7 @@ def recurrence_hopper(
         i_n = (gl.program_id(0) // BLOCKS // HV).to(gl.int64)
         _sequence(
             i_n, i_h, i_v, pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens,
-            indices, has_state, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik,
-            s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP,
-            C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
+            indices, has_state, progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih,
+            s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V,
+            KP, C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
         )  # fmt: skip

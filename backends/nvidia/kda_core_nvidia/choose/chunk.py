@@ -42,6 +42,8 @@ class PrepareHopperConfig:
         finishes: it also does what is left of sequences of up to so many rows: of one chunk, or of two. The recurrence
             has the others.
         ahead: it fetches their states, which are float32, ahead.
+        programs: where the recurrence follows it pair by pair, while both run (``progress_hopper``); else 0.
+        stay: those that stay beside a program of the recurrence then.
     """
 
     registers: int
@@ -49,6 +51,13 @@ class PrepareHopperConfig:
     paired: bool = False
     finishes: int = 0
     ahead: bool = False
+    programs: int = 0
+    stay: int = 0
+
+    @property
+    def places(self) -> int:
+        """Programs that share a multiprocessor, which has 65,536 registers."""
+        return 65536 // (32 * self.num_warps * self.registers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +227,9 @@ _HOPPER_CONFIGS = {
     ("recurrence", 128, 128): HopperConfig(128, 4, 0, 1, 168),
     ("recurrence", 256, 64): HopperConfig(64, 3, 2, 2, 255),
     ("recurrence", 256, 128): HopperConfig(128, 3, 2, 2, 168),
-    ("states", 128, 64): HopperConfig(64, 6, 2, 2, 160),
+    ("states", 128, 64): HopperConfig(64, 4, 2, 2, 128),
     ("states", 256, 64): HopperConfig(64, 3, 4, 2, 168),
-    ("reverse", 128, 64): HopperConfig(64, 5, 2, 2, 160),
+    ("reverse", 128, 64): HopperConfig(64, 4, 2, 1, 128),
     ("reverse", 256, 64): HopperConfig(64, 3, 4, 1, 168),
     # Where the forward stores z and states, and reverse runs without states.
     ("kept", 128, 64): HopperConfig(64, 4, 2, 2, 168),
@@ -246,14 +255,15 @@ def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int, short: b
     that it is no faster.
 
     States and reverse are one launch. A program that has a multiprocessor to itself loads further ahead, and is nearly
-    twice as fast as each of two that share one. One round of such programs, or three, are faster than one or two rounds
-    of pairs; short sequences need pairs, whose starts overlap.
+    twice as fast as each of two that share one. One round of such programs, two that are nearly full, or three, are
+    faster than one or two rounds of pairs; short sequences need pairs, whose starts overlap.
 
     Args:
         kernel: recurrence, states or reverse; kept and alone: the first and the last where a forward keeps states.
         short: of a call for which ``short`` is true.
     """
-    if kernel in _SHARING and KP == 128 and math.ceil(chip.load(2 * heads * (V // 64))) not in (1, 3):
+    load = chip.load(2 * heads * (V // 64))
+    if kernel in _SHARING and KP == 128 and (1 < load < 1.85 or load > 3):
         return _SHARING[kernel]
     wide = kernel in ("recurrence", "kept", "alone") and V % 128 == 0 and chip.load(heads * (V // 64)) > 1
     if kernel == "recurrence" and wide and short and KP == 128:
@@ -313,10 +323,6 @@ LEAST_TOTAL_HOPPER, LEAST_TOTAL_PREFILL = 4096, 3072
 """Rows of a sequence, at least, that is cut then, and where no backward follows: of shorter ones the launches cost what
 the recurrence saves."""
 
-LEAST_TOTAL_FEW, MOST_HEADS_FEW = 8192, 24
-"""The same where two or three segments fill the chip, up to so many value heads. With more a forward alone gains, of
-twice as many rows, and a training step nothing."""
-
 LARGEST_CHIP = 256
 """Multiprocessors that segments are counted for, at most: a call of more programs is whole on every chip."""
 
@@ -332,6 +338,36 @@ def cut_on_hopper(r: Request, chip: Chip) -> bool:
         and r.K == r.V == 128
         # Rows of a descriptor are counted in 32 bits.
         and (r.T // CHUNK + r.T // LEAST_ROWS_HOPPER + 2) * r.HV * 3 * CHUNK < 2**31
+    )
+
+
+LEAST_FOLLOWED, MOST_ROWS_FOLLOWED = 0.24, 8192
+"""Programs of a recurrence that follows ``prepare``, at least, for each multiprocessor, and rows of a sequence, at
+most, where enough segments fit: fewer heads are cut instead, and longer sequences."""
+
+_FOLLOWED = ((0.3, 2, 0), (0.4, 3, 0), (0.5, 3, 1))
+"""By such programs, at most: programs of ``prepare_hopper`` on a multiprocessor, and of those beside one of the
+recurrence, which takes twice the time then. With more programs ``prepare`` would have too few places."""
+
+
+def followed(r: Request, chip: Chip) -> PrepareHopperConfig | None:
+    """The kernel that prepares a forward whose recurrence follows it; None: the recurrence waits for its end.
+
+    It follows in dense calls of some heads, by metadata that a forward and its backward share.
+    """
+    dense = r.cu_seqlens is None and r.ssm_state_indices is None
+    if not (cut_on_hopper(r, chip) and dense and r.g.dtype in _PREPARE_HOPPER):
+        return None
+    load, config = chip.load(2 * r.N * r.HV), _PREPARE_HOPPER[r.g.dtype]
+    if load < LEAST_FOLLOWED or slots(r) * r.HV < 4 * chip.multiprocessors:
+        return None
+    return next(
+        (
+            replace(config, programs=min(each, config.places) * chip.multiprocessors, stay=stay)
+            for most, each, stay in _FOLLOWED
+            if load <= most
+        ),
+        None,
     )
 
 
@@ -352,13 +388,14 @@ def segment_rows(request: Request, chip: Chip) -> int:
     hopper = cut_on_hopper(r, chip)
     count = min(chip.multiprocessors, LARGEST_CHIP) // _programs(r)
     count = min(count, most_segments(r) if hopper else r.T // LEAST_ROWS)
+    if followed(r, chip) and r.T <= MOST_ROWS_FOLLOWED:
+        return 0
     prefill = not (r.save_for_backward or r.saved or r.needs_grad)
     if not (cutting_pays(r, count, prefill) if hopper else count >= LEAST_SEGMENTS):
         return 0
     if hopper:
         # Segments of one length are a batch, and their boundaries need not be written.
-        least = LEAST_SEGMENTS if count >= LEAST_SEGMENTS else 2
-        even = [n for n in range(least, count + 1) if r.T % (2 * CHUNK * n) == 0]
+        even = [n for n in range(LEAST_SEGMENTS, count + 1) if r.T % (2 * CHUNK * n) == 0]
         count = even[-1] if even and 2 * even[-1] > count else count
     rows = -(-r.T // count)
     return -(-rows // CHUNK) * CHUNK
@@ -370,13 +407,7 @@ def cutting_pays(r: Request, count: int, prefill: bool = False) -> bool:
     Args:
         prefill: no backward follows.
     """
-    if count >= LEAST_SEGMENTS:
-        return r.T >= (LEAST_TOTAL_PREFILL if prefill else LEAST_TOTAL_HOPPER)
-    if count < 2:
-        return False
-    if r.HV <= MOST_HEADS_FEW:
-        return r.T >= LEAST_TOTAL_FEW
-    return r.T >= 2 * LEAST_TOTAL_FEW and not (r.save_for_backward or r.saved)
+    return count >= LEAST_SEGMENTS and r.T >= (LEAST_TOTAL_PREFILL if prefill else LEAST_TOTAL_HOPPER)
 
 
 def saved_slots(request: Request) -> int:

@@ -73,6 +73,11 @@ class ForwardChoice:
         """Rows of a sequence up to which ``prepare_hopper`` finishes it and the recurrence leaves it alone, or 0."""
         return self.prepare.finishes if isinstance(self.prepare, chunk.PrepareHopperConfig) else 0
 
+    @property
+    def follows(self) -> bool:
+        """Whether the recurrence follows ``prepare_hopper`` pair by pair."""
+        return isinstance(self.prepare, chunk.PrepareHopperConfig) and self.prepare.programs > 0
+
 
 def finishing(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chunk.PrepareHopperConfig:
     """``prepare_hopper`` for a call whose recurrence has a kernel for Hopper: finishes most sequences where it pays."""
@@ -112,7 +117,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     hopper = not h and chunk.serves(chip, dtype, count, r.HV, KP, V, v)
     prepare = chunk.choose_prepare(r, chip)
     if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
-        prepare = finishing(r, prepare, chip)
+        prepare = (None if keeps else chunk.followed(r, chip)) or finishing(r, prepare, chip)
     return ForwardChoice(
         prepare=prepare,
         recurrence=chunk.hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, chunk.short(r))

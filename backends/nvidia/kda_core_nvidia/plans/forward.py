@@ -23,6 +23,7 @@ from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_sha
 from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
 from kda_core_nvidia.prepare import prepare
+from kda_core_nvidia.progress_hopper import LINES
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
 
@@ -126,6 +127,7 @@ def add_prepare(
     b: Builder, r: Request, config: chunk.PrepareConfig | chunk.PrepareHopperConfig, precision: chunk.Precision,
     bounded: bool, o: View, backward: bool = False, keep: int = 0, kept: Kept | None = None,
     new: Callable[..., View] | None = None, states: dict[str, Any] | None = None,
+    progress: View | None = None,
 ) -> Prepared:  # fmt: skip
     """Add a launch of ``prepare``, or of ``prepare_hopper``.
 
@@ -136,12 +138,13 @@ def add_prepare(
         kept: what an earlier run saved; for a backward.
         new: allocates all that is not saved; scratch when left out.
         states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences.
+        progress: where a recurrence follows (``progress_hopper``).
     """
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": chunk.split_scale(r.scale, r.q.dtype)[0]}
     named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
     if isinstance(config, chunk.PrepareHopperConfig):
-        launch_prepare_hopper(b, r, config, named, states)
+        launch_prepare_hopper(b, r, config, named, states, progress)
         return prepared
     unit, strides = row_strides(q=r.q, k=r.k, g=r.g, b=r.beta, o=o)
     named |= strides | {
@@ -171,12 +174,14 @@ def _states(r: Request, o: View, final_state: View | None, whole: Request | None
 def add_recurrence(
     b: Builder, r: Request, choice: ForwardChoice, prepared: Prepared, o: View, final_state: View | None,
     h: View | None, whole: Request | None = None, kept: Mapping[str, View] = MappingProxyType({}),
+    progress: View | None = None,
 ) -> None:  # fmt: skip
     """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``.
 
     Args:
         whole: the call of which ``r`` has the segments; ``final_state`` is its.
         kept: z and states, to be written as well.
+        progress: of ``prepare_hopper``, which this recurrence follows.
     """
     config, (keys, P, D, *_) = choice.recurrence, prepared
     named = names(r) | _states(r, o, final_state, whole) | {
@@ -185,7 +190,7 @@ def add_recurrence(
     }  # fmt: skip
     if isinstance(config, chunk.HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
-        named |= {"X": None, "z": None, "states": None, "ODD": False}
+        named |= {"X": None, "z": None, "states": None, "ODD": False, "progress": progress}
         if kept:
             odd = r.cu_seqlens is not None or -(-r.T // CHUNK) % 2 == 1
             named |= {"X": matrix_tile(prepared.X, CHUNK, CHUNK, swizzled=True), "ODD": odd, **kept}
@@ -243,9 +248,13 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         how = choice.prepare, choice.precision, choice.bounded
         new = b.result if everything else b.scratch
         states = _states(r, o, final_state) if choice.finishes else None
-        prepared = add_prepare(b, r, *how, o, everything, keep, new=new, states=states)
+        progress = None
+        if choice.follows:
+            size = 2 + LINES.value + -(-r.T // (2 * CHUNK)) * r.N * r.HV
+            progress = b.scratch("progress", (size,), torch.int32, True)
+        prepared = add_prepare(b, r, *how, o, everything, keep, new=new, states=states, progress=progress)
         if not (choice.finishes and r.cu_seqlens is None):
-            add_recurrence(b, r, choice, prepared, o, final_state, h, kept=kept)
+            add_recurrence(b, r, choice, prepared, o, final_state, h, kept=kept, progress=progress)
     results: dict[str, View | None] = {"o": finish_output(b, r, o), "final_state": final_state, "h": h}
     if everything:
         results |= prepared._asdict() | kept

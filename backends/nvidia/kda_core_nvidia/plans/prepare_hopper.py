@@ -36,13 +36,15 @@ def _chunks(x: View, count: int, by_rows: bool = False) -> Tile:
 
 
 def launch_prepare_hopper(
-    b: Builder, r: Request, config: PrepareHopperConfig, named: Mapping[str, Any], states: Mapping[str, Any] | None
-) -> None:
+    b: Builder, r: Request, config: PrepareHopperConfig, named: Mapping[str, Any], states: Mapping[str, Any] | None,
+    progress: View | None,
+) -> None:  # fmt: skip
     """Add a launch of ``prepare_hopper``.
 
     Args:
         named: what it takes, by its names, tiles apart.
         states: the same of a recurrence, where sequences are finished.
+        progress: as for ``add_prepare``.
     """
     q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
     beta, o = one_token_axis(b, r.beta), named["o"]
@@ -65,4 +67,6 @@ def launch_prepare_hopper(
         tiles["values"] = _chunks(r.v, 1)
     named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize}
     named |= {"PAIRED": config.paired, "FINISHED": config.finishes, "AHEAD": config.ahead}
-    b.pick(prepare_hopper, pairs * r.HV, config.num_warps, named, maxnreg=config.registers)
+    # A recurrence that follows has two programs a head.
+    named |= {"progress": progress, "followers": 2 * r.N * r.HV, "STAY": config.stay}
+    b.pick(prepare_hopper, config.programs or pairs * r.HV, config.num_warps, named, maxnreg=config.registers)
