@@ -163,9 +163,7 @@ def test_hopper_joins_shorter_segments():
 
     assert rows(4095) == 0
     assert [rows(T) for T in (4096, 4100, 8192, 8256, 16384, 65536)] == [512, 544, 1024, 768, 1024, 4096]
-    # With 16 heads and more the recurrence follows ``prepare``.
-    assert [rows(8192, H) for H in (1, 8, 12, 15, 16, 24, 33)] == [1024, 1024, 2048, 2048, 0, 0, 0]
-    assert [rows(16384, H) for H in (16, 17, 33)] == [4096, 0, 0]
+    assert [rows(8192, H) for H in (1, 8, 12, 16, 17, 33)] == [1024, 1024, 2048, 2048, 0, 0]
     assert rows(2**20, 1) == 2**14
     # 5 segments fit: 8,200 rows are no number of equal ones.
     assert rows(8200, 12) == 1664
@@ -176,7 +174,7 @@ def test_hopper_joins_shorter_segments():
 
 def test_a_prefill_is_cut_from_fewer_rows_on_than_a_training_step():
     assert [forward_on(90, request(T=T)).segment_rows for T in (3071, 3072, 3100)] == [0, 512, 544]
-    assert [forward_on(90, request(T=3072, H=H)).segment_rows for H in (8, 12, 15, 16)] == [512, 768, 768, 0]
+    assert [forward_on(90, request(T=3072, H=H)).segment_rows for H in (8, 12, 16, 17)] == [512, 768, 768, 0]
     assert forward_on(90, request(T=4095, save_for_backward=True)).segment_rows == 0
     assert backward_on(90, backward(T=4095)).segment_rows == 0
 

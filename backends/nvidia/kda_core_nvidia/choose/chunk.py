@@ -341,36 +341,6 @@ def cut_on_hopper(r: Request, chip: Chip) -> bool:
     )
 
 
-LEAST_FOLLOWED, MOST_ROWS_FOLLOWED = 0.24, 8192
-"""Programs of a recurrence that follows ``prepare``, at least, for each multiprocessor, and rows of a sequence, at
-most, where enough segments fit: fewer heads are cut instead, and longer sequences."""
-
-_FOLLOWED = ((0.3, 2, 0), (0.4, 3, 0), (0.5, 3, 1))
-"""By such programs, at most: programs of ``prepare_hopper`` on a multiprocessor, and of those beside one of the
-recurrence, which takes twice the time then. With more programs ``prepare`` would have too few places."""
-
-
-def followed(r: Request, chip: Chip) -> PrepareHopperConfig | None:
-    """The kernel that prepares a forward whose recurrence follows it; None: the recurrence waits for its end.
-
-    It follows in dense calls of some heads, by metadata that a forward and its backward share.
-    """
-    dense = r.cu_seqlens is None and r.ssm_state_indices is None
-    if not (cut_on_hopper(r, chip) and dense and r.g.dtype in _PREPARE_HOPPER):
-        return None
-    load, config = chip.load(2 * r.N * r.HV), _PREPARE_HOPPER[r.g.dtype]
-    if load < LEAST_FOLLOWED or slots(r) * r.HV < 4 * chip.multiprocessors:
-        return None
-    return next(
-        (
-            replace(config, programs=min(each, config.places) * chip.multiprocessors, stay=stay)
-            for most, each, stay in _FOLLOWED
-            if load <= most
-        ),
-        None,
-    )
-
-
 def _programs(r: Request) -> int:
     """Programs of 64 value channels for one sequence."""
     return r.HV * -(-padded(r.V) // 64)
@@ -388,8 +358,6 @@ def segment_rows(request: Request, chip: Chip) -> int:
     hopper = cut_on_hopper(r, chip)
     count = min(chip.multiprocessors, LARGEST_CHIP) // _programs(r)
     count = min(count, most_segments(r) if hopper else r.T // LEAST_ROWS)
-    if followed(r, chip) and r.T <= MOST_ROWS_FOLLOWED:
-        return 0
     prefill = not (r.save_for_backward or r.saved or r.needs_grad)
     if not (cutting_pays(r, count, prefill) if hopper else count >= LEAST_SEGMENTS):
         return 0

@@ -102,6 +102,26 @@ def finishing(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chu
     return replace(prepare, ahead=True, registers=255)
 
 
+LEAST_FOLLOWED = 0.24
+"""Programs of a recurrence that follows ``prepare``, at least, for each multiprocessor. Fewer are as fast without."""
+
+_FOLLOWED = ((0.3, 2, 0), (0.4, 3, 0), (0.5, 3, 1))
+"""By such programs, at most: programs of ``prepare_hopper`` on a multiprocessor, and of those beside one of the
+recurrence, which takes twice the time then. With more programs ``prepare`` would have too few places."""
+
+
+def followed(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chunk.PrepareHopperConfig:
+    """``prepare_hopper`` for a call that is not cut: dense calls of some heads have a recurrence that follows it."""
+    load = chip.load(2 * r.N * r.HV)
+    dense = r.cu_seqlens is None and r.ssm_state_indices is None
+    if not dense or load < LEAST_FOLLOWED or slots(r) * r.HV < 4 * chip.multiprocessors:
+        return prepare
+    for most, each, stay in _FOLLOWED:
+        if load <= most:
+            return replace(prepare, programs=min(each, prepare.places) * chip.multiprocessors, stay=stay)
+    return prepare
+
+
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     fragments = bool(request.cp_context)
@@ -117,7 +137,8 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     hopper = not h and chunk.serves(chip, dtype, count, r.HV, KP, V, v)
     prepare = chunk.choose_prepare(r, chip)
     if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
-        prepare = (None if keeps else chunk.followed(r, chip)) or finishing(r, prepare, chip)
+        prepare = finishing(r, prepare, chip)
+        prepare = prepare if keeps else followed(r, prepare, chip)
     return ForwardChoice(
         prepare=prepare,
         recurrence=chunk.hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, chunk.short(r))
