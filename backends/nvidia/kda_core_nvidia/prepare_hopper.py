@@ -16,6 +16,9 @@ that chunk alone.
 
 A backward runs it once more with the inverse and the norms that a forward kept, as it does ``prepare``.
 
+In forwards of some heads the recurrence follows it pair by pair (``progress_hopper``). Its programs then take pairs in
+a loop, those with which sequences begin first.
+
 Tiles, blocks and products are named as in ``prepare``. Grid: pairs of slots · HV programs, heads fastest. A pair
 begins with its sequence.
 """
