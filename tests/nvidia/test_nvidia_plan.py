@@ -423,7 +423,7 @@ def test_recurrences_of_some_heads_follow_prepare(H: int, T: int, more: dict[str
     assert (prepare.arguments["progress"] is None) == (each == 0)
     if each:
         assert prepare.grid[0] == each * 132
-        assert prepare.constants["STAY"] == stay
+        assert prepare.arguments["stay"] == stay
         assert prepare.arguments["progress"] == recurrence.arguments["progress"]
 
 

@@ -34,7 +34,7 @@ from kda_core_nvidia.progress_hopper import leaves_room, next_pair, tell
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_ob", "s_index", "pad_slot_id", "slots",
-    "s_has", "s_final", "final_slots", "o_scale", "followers",
+    "s_has", "s_final", "final_slots", "o_scale", "followers", "stay",
 ]  # fmt: skip
 
 
@@ -64,18 +64,18 @@ def prepare_hopper(
     slots,
     s_vh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale,
     followers,  # with progress: programs of the recurrence
+    stay,  # with progress: programs that stay beside one of the recurrence
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,  # as in recurrence_hopper
     PAIRED: gl.constexpr,  # a slot without its second goes with the same slot of the next head
     FINISHED: gl.constexpr,  # sequences of so many rows (0, C or 2 C) are finished here, and their keys are not stored
-    STAY: gl.constexpr,  # with progress: programs that stay beside one of the recurrence
     AHEAD: gl.constexpr,  # states of those, in float32, are fetched ahead
     G_BITS: gl.constexpr,  # of an element of g
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     if progress is not None:
-        if leaves_room(progress, followers, STAY):
+        if leaves_room(progress, followers, stay):
             return
         # The pairs with which sequences begin first.
         items = (chunks + 1) // 2 * N * HV

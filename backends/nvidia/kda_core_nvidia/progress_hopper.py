@@ -28,14 +28,14 @@ def _special_register(NAME: gl.constexpr):
 
 
 @gluon.jit
-def leaves_room(progress, programs, STAY: gl.constexpr):
+def leaves_room(progress, programs, stay):
     """Whether this program is to end at once, because one of the recurrence's ``programs`` is to take its place.
 
-    On so many multiprocessors, spread over all of them, ``STAY`` programs stay.
+    On so many multiprocessors, spread over all of them, ``stay`` programs stay.
     """
     own, count = _special_register("%smid"), _special_register("%nsmid")
     rank = gl.atomic_add(progress + 2 + gl.minimum(own, LINES - 1), 1, sem="relaxed")
-    leaves = (own * programs // count != (own + 1) * programs // count) & (rank >= STAY)
+    leaves = (own * programs // count != (own + 1) * programs // count) & (rank >= stay)
     if leaves:
         leaves = gl.atomic_add(progress + 1, 1, sem="relaxed") < gl.num_programs(0) // 2
     return leaves

@@ -68,5 +68,5 @@ def launch_prepare_hopper(
     named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize}
     named |= {"PAIRED": config.paired, "FINISHED": config.finishes, "AHEAD": config.ahead}
     # A recurrence that follows has two programs a head.
-    named |= {"progress": progress, "followers": 2 * r.N * r.HV, "STAY": config.stay}
+    named |= {"progress": progress, "followers": 2 * r.N * r.HV, "stay": config.stay}
     b.pick(prepare_hopper, config.programs or pairs * r.HV, config.num_warps, named, maxnreg=config.registers)
