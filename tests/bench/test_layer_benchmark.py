@@ -53,6 +53,7 @@ def test_kernels_belong_to_parts_of_a_layer(kernel, part):
     assert layer.shares({kernel: 2.0})[part] == 1.0
 
 
+@pytest.mark.end_to_end
 @pytest.mark.filterwarnings("ignore")
 def test_the_layer_of_transformers_has_the_same_results():
     """That of fla is in the tests of its adapter, because its kernels need a GPU."""

@@ -35,6 +35,7 @@ def rows(tmp_path, theirs) -> list[dict]:
     return found
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("wrong", [False, True])
 def test_errors_tell_a_wrong_side_from_a_right_one(tmp_path, wrong):
     for row in rows(tmp_path, lambda x, i: call(x, i, wrong)):

@@ -107,6 +107,7 @@ def test_info_as_json(monkeypatch):
     assert list(oracle["closed"]) == ["CONTEXT_PARALLEL"]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("command", [["info"], ["info", "--json"]])
 def test_a_full_disk_behind_the_output_is_said_in_a_line(command):
@@ -116,6 +117,7 @@ def test_a_full_disk_behind_the_output_is_said_in_a_line(command):
     assert (done.returncode, done.stderr) == (1, "kda: No space left on device\n")
 
 
+@pytest.mark.end_to_end
 def test_what_a_wheel_prints_when_it_is_imported_is_no_json(tmp_path):
     (tmp_path / "loud.py").write_text("print('hello')")
     facts = tmp_path / "loud-1.0.dist-info"

@@ -131,6 +131,7 @@ def test_export_holds_one_opaque_operator(strict):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_call_with_out_leaves_its_states_alone(op):
     """They may be expanded, of inference mode, or part of somebody's graph."""

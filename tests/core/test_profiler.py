@@ -51,6 +51,7 @@ def test_a_call_without_gradient_has_its_row(op):
     assert {name for name in rows if "kda_core" in name} == {f"kda_core::{op} {CALLS[op]}"}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("op", CALLS)
 def test_compiled_rows_have_the_same_names(op):
     compiled = torch.compile(lambda x: call(op, x), backend="aot_eager", fullgraph=True)

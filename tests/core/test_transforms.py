@@ -425,6 +425,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
     ("op", "how"),
     with_some_slow(COMPILED, fast=[("chunk_kda", "compiled vmap of grad"), ("kda_gate", "compiled grad")]),

@@ -121,6 +121,7 @@ def test_it_needs_torch_distributed():
         build_cp_context([0, 4])
 
 
+@pytest.mark.end_to_end
 def test_ranks_that_disagree_are_told_by_verify(ranks):
     same = [{"cu_seqlens": [0, 4, 9]}]
     assert ranks.run(3, "verified", same) == ["", "", ""]

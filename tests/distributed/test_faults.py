@@ -15,6 +15,7 @@ def in_float32(tensors):
 ONE, PACKED = {"tokens": 40}, {"cu_seqlens": [0, 3, 31, 40]}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(("context", "loss"), [(ONE, "o"), (ONE, "state"), (PACKED, "o"), (PACKED, "both")])
 def test_a_compiled_backward_may_depend_on_any_output(ranks, context, loss):
     """A compiler moved the exchange of a rank whose share depended on no gradient into the forward: ranks hung."""
@@ -52,6 +53,7 @@ def test_sequences_without_rows_pass_their_states_through(ranks, size, cells):
     assert torch.equal(sum(p["dinitial_state"] for p in parts), grads["final_state"])
 
 
+@pytest.mark.end_to_end
 def test_packings_that_change_need_few_graphs(ranks):
     """6 of 14 packings compiled again: lengths were constants of the graph."""
     tensors = in_float32(inputs(64))
@@ -64,6 +66,7 @@ def test_packings_that_change_need_few_graphs(ranks):
         assert graphs == 1
 
 
+@pytest.mark.end_to_end
 def test_packings_of_other_sizes_need_a_few_more(ranks):
     """Tables grow by powers of two."""
     tensors = in_float32(inputs(64))

@@ -36,6 +36,7 @@ def test_a_convolution_reads_the_rows_ahead(ranks, size, context):
     assert_close(parts, expected, 1e-13)
 
 
+@pytest.mark.end_to_end
 def test_a_compiled_convolution(ranks):
     x, weight, grad = normal(1, 20, 5), normal(5, 4, seed=4), normal(1, 20, 5, seed=5)
     both = [ranks.run(2, "convolution_step", x, weight, grad, {"tokens": 20}, how) for how in (False, True)]

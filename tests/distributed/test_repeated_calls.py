@@ -14,6 +14,7 @@ def given(N: int = 2) -> dict[str, torch.Tensor]:
     return inputs(64, N, gate=False)
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_call_that_differs_answers_as_it_would_by_itself(ranks, what):
     """With the same bits, or the same error on all ranks, before they wait."""
@@ -45,6 +46,7 @@ def test_a_refreshed_context_is_read_anew(ranks, backend, grad):
         assert ("modified by an inplace operation" in error) == grad
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_memos_hold_neither_contexts_nor_tensors(ranks, backend, grad):

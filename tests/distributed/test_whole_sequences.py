@@ -78,6 +78,7 @@ def problems(draw):
     return size, T, cu, layout
 
 
+@pytest.mark.end_to_end
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     problem=problems(), gate=st.booleans(), bound=st.sampled_from([None, -4.0]), v_first=st.booleans(),

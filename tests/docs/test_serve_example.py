@@ -57,6 +57,7 @@ REQUESTS = st.lists(
 ).map(lambda found: sorted(found, key=lambda r: r.arrival))  # fmt: skip
 
 
+@pytest.mark.end_to_end
 @settings(max_examples=25, deadline=None)
 @given(
     requests=REQUESTS, slots=st.integers(1, 16), batch=st.integers(1, 5), drafts=st.integers(0, 3),
@@ -100,6 +101,7 @@ FAULTS = {
 """One accepted token too many, the first one always, records of another request, a prefix that is a block too long."""
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_server_is_found(fault: str):
     class Layers(serve.Layers):

@@ -121,6 +121,7 @@ def test_drafts_of_skipped_sequences_leave_their_slots_alone():
     assert torch.equal(call["conv_state"][4], torch.cat([kept[1][4, 1:], inputs[0, :1]]))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("name", ["slots", "drafts", "records"])
 def test_one_graph_of_a_compiler(name: str):
     call = step("one token") | RECORDED | COMMIT if name == "records" else step(name)

@@ -222,6 +222,7 @@ def test_packed_sequences_equal_separate_ones(kind: KimiDeltaAttention):
     assert y.shape == (4, 1, SIZES["hidden_size"])
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_weights_of_fla(options: dict):
     """State dicts go both ways, and constructors take the same arguments."""
@@ -337,6 +338,7 @@ def test_meta_device():
     assert m(torch.ones(1, 3, SIZES["hidden_size"])).isfinite().all()
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_compiled_as_one_graph(options: dict):
     """A training step; with every option a mask, packed sequences, and tokens with a cache, too."""

@@ -113,6 +113,7 @@ def lines_of(function: ast.FunctionDef) -> int:
     return lines
 
 
+@pytest.mark.end_to_end
 def test_host_functions_are_short():
     found = {}
     for file in FILES:
