@@ -122,7 +122,7 @@ def test_the_backward_takes_kernels_for_hopper():
 
 
 def test_programs_of_the_backward_s_recurrences_share_multiprocessors():
-    """In full rounds, up to three, a program has a multiprocessor to itself; 33, 66 and 99 heads are a round each."""
+    """In one round of 33 heads, two nearly full ones, or three, a program has a multiprocessor to itself."""
     for heads, stages in {1: 4, 33: 4, 34: 3, 61: 3, 62: 4, 67: 4, 99: 4, 100: 3, 256: 3}.items():
         assert hopper_config("states", CHIPS[90], 128, 128, heads).stages == stages
         assert hopper_config("reverse", CHIPS[90], 128, 128, heads).stages == stages

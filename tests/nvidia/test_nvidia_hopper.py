@@ -236,6 +236,6 @@ def test_a_recurrence_that_follows_prepare_has_the_same_bits(B, T, H, HV, traini
         prepare = replace(choice.prepare, programs=programs, stay=stay)
         found = run_plan(plan_forward(meta, replace(choice, prepare=prepare)), r)
         for name, x in expected.items():
-            # What is saved has room for the slots of segments.
+            # Saved tensors have room for the slots of segments.
             rows = slice(None) if name in ("o", "final_state") else slice(slots(meta))
             assert x is None or torch.equal(x[rows], found[name][rows]), (name, programs, stay)

@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from kda_core_nvidia.recurrence_stores_hopper import block_barrier
 
 LINES = gl.constexpr(512)
+FLAGS = gl.constexpr(2 + LINES.value)
+"""The place of the first pair's flag."""
 
 
 @gluon.jit
@@ -52,7 +54,7 @@ def tell(progress, item):
     _instruction("cp.async.bulk.wait_group 0;")
     _instruction("fence.proxy.async;")
     block_barrier()
-    gl.atomic_add(progress + (2 + LINES) + item, 1, sem="release")
+    gl.atomic_add(progress + FLAGS + item, 1, sem="release")
 
 
 @gluon.jit
@@ -65,7 +67,7 @@ def prepared(progress, pair, pairs, heads):
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, 32, layout=LANES)
-    at = (progress + (2 + LINES) + gl.minimum(pair + lane, pairs - 1) * heads).to(gl.int64)
+    at = (progress + FLAGS + gl.minimum(pair + lane, pairs - 1) * heads).to(gl.int64)
     count = 0
     while count == 0:
         there = gl.inline_asm_elementwise(

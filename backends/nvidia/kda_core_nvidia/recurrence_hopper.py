@@ -91,7 +91,7 @@ def _load(
         if X is not None:
             copy_block(X, [slot * C, 0], bar, x_buffer.index(stage))
     if progress is not None:
-        # What follows the recurrence follows ``prepare``, too.
+        # Kernels behind the recurrence must see all that ``prepare`` wrote.
         gdc_wait()
 
 

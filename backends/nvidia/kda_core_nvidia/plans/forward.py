@@ -23,7 +23,7 @@ from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_sha
 from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
 from kda_core_nvidia.prepare import prepare
-from kda_core_nvidia.progress_hopper import LINES
+from kda_core_nvidia.progress_hopper import FLAGS
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
 
@@ -250,8 +250,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         states = _states(r, o, final_state) if choice.finishes else None
         progress = None
         if choice.follows:
-            size = 2 + LINES.value + -(-r.T // (2 * CHUNK)) * r.N * r.HV
-            progress = b.scratch("progress", (size,), torch.int32, True)
+            progress = b.scratch("progress", (FLAGS.value + slots(r, 2 * CHUNK) * r.HV,), torch.int32, True)
         prepared = add_prepare(b, r, *how, o, everything, keep, new=new, states=states, progress=progress)
         if not (choice.finishes and r.cu_seqlens is None):
             add_recurrence(b, r, choice, prepared, o, final_state, h, kept=kept, progress=progress)
