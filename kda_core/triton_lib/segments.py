@@ -31,7 +31,7 @@ def segments_of(r: Request, rows: int) -> int:
     """Segments of a call in halves: a fragment each without ``rows``; packed, some of them have no rows."""
     if not rows:
         return r.N
-    return -(-r.T // rows) if r.cu_seqlens is None else r.T // rows + r.N
+    return r.B * -(-r.T // rows) if r.cu_seqlens is None else r.T // rows + r.N
 
 
 def edges_of(r: Request) -> Edges:

@@ -140,10 +140,10 @@ def test_long_sequences_of_few_heads_are_cut():
         assert backward_on(90, backward(T=8192, **call)).segment_rows == 2048
     for other in (
         request(T=8192, H=34),
-        request(T=8192, B=2),
+        request(T=8192, B=2, dtype=FP16),
         request(T=8192, dtype=FP32),
         request(T=8192, disable_recompute=True),
-        request(T=8192, cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta")),
+        request(T=8192, cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta"), dtype=FP16),
     ):
         assert forward_on(90, other).segment_rows == 0
 

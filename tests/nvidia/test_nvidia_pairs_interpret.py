@@ -1,4 +1,5 @@
-"""Pairs of slots in Triton's interpreter: which there are, and the states that the recurrences store of them.
+"""Pairs of slots in Triton's interpreter: which there are, and the states that the recurrences store of them; and the
+segments of several sequences.
 
 The interpreter must be chosen before triton is imported, so one child process (this file, run as a script) computes
 everything.
@@ -101,6 +102,66 @@ def check_states(name: str) -> None:
                 assert torch.equal(every["state_grads"][slot + i], second["state_grads"][pair]), (name, i)
 
 
+POOL, PAD = 9, 3
+SEGMENTS: dict[str, tuple[list[int] | None, dict[str, list[int]]]] = {
+    # name: boundaries of sequences (None: a batch of three of 100 rows), slots that are read and written
+    "packed": ([0, 70, 70, 71, 200, 260], {}),
+    "nothing in it": ([0, 0, 0], {}),
+    "pool": ([0, 70, 70, 71, 200, 260], {"indices": [5, 0, PAD, POOL, 8]}),
+    "elsewhere": ([0, 70, 70, 71, 200, 260], {"indices": [5, 0, 1, 2, -1], "final_indices": [1, 2, PAD, -1, 4]}),
+    "batch": (None, {}),
+    "batch in a pool": (None, {"indices": [2, -1, 4]}),
+}
+ROWS, LEFT = 32, 40
+"""Rows of a segment, and behind the last sequence."""
+
+
+def cut(name: str) -> list[list[int]]:
+    """What ``segments_kernel`` writes: boundaries, sequences, own numbers, and where the last states go."""
+    from kda_core_nvidia.segments import segments_kernel
+
+    bounds, more = SEGMENTS[name]
+    N = 3 if bounds is None else len(bounds) - 1
+    T, per = (100, 4) if bounds is None else (bounds[-1] + LEFT, 0)
+    count = N * per if bounds is None else T // ROWS + N
+    pools = {n: torch.tensor(more[n]) if n in more else None for n in ("indices", "final_indices")}
+    table = [torch.full((count + more,), -7) for more in (1, 1, 0, 0)]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    sizes = (N, T, ROWS, per, 1, PAD, POOL, 1, POOL, "final_indices" not in more)
+    segments_kernel[(count + 1,)](cu_seqlens, *pools.values(), *table, *sizes)
+    return [x.tolist() for x in table]
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_segments_of_several_sequences(found, name: str):
+    """Each sequence has one, and skipped ones none; its last state is stored once, in the place that it is asked for."""
+    bounds, more = SEGMENTS[name]
+    ends = [100, 200, 300] if bounds is None else bounds[1:]
+    places, whose, own, last = found[f"segments, {name}"]
+    covered: dict[int, list[tuple[int, int]]] = {n: [] for n in range(len(ends))}
+    stored: dict[int, int] = {}
+    for i, n in enumerate(whose):
+        if n >= 0:
+            covered[n].append((places[i], places[i + 1]))
+            assert own[i] == i
+            stored |= {n: last[i]} if last[i] >= 0 else {}
+        elif i < len(own):
+            assert (own[i], last[i]) == (-1, -1)
+    read = more.get("indices", [0] * len(ends))
+    written = more.get("final_indices", more.get("indices", list(range(len(ends)))))
+    for n, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+        if more and (not 0 <= read[n] < POOL or read[n] == PAD):
+            assert covered[n] == []
+            assert n not in stored
+            continue
+        starts = list(range(begin, end, ROWS)) or [begin]
+        assert covered[n] == [(x, min(x + ROWS, end)) for x in starts]
+        # A sequence without rows writes its state where it is a result, and where it lies.
+        writes = not more or (0 <= written[n] < POOL and written[n] != PAD)
+        writes &= begin < end or "final_indices" not in more
+        assert stored.get(n, -1) == (written[n] if writes else -1)
+
+
 @pytest.fixture(scope="module")
 def found():
     return interpreted.printed(__file__)
@@ -132,4 +193,5 @@ if __name__ == "__main__":
         if call[2] != [0]:
             check_states(name)
             answer[f"{name}, states"] = True
+    answer |= {f"segments, {name}": cut(name) for name in SEGMENTS}
     print(json.dumps(answer))

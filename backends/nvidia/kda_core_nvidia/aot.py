@@ -85,7 +85,7 @@ class Resources:
 
 def stack_limit(job: tool.Job) -> int:
     """Bytes of stack that a thread may use."""
-    return STACK_LIMITS[next(job.launch.views()).itemsize, job.arguments.get("K", 0) > 128]
+    return STACK_LIMITS[min(4, next(job.launch.views()).itemsize), job.arguments.get("K", 0) > 128]
 
 
 FEW, MANY = 16, 256
@@ -126,6 +126,14 @@ def paired_case(gate: str) -> Case:
     """A packed call whose backward takes pairs of chunks."""
     case = chunk_case(BF16, 128, 128, MANY, gate, T=1000)
     return case.having(name=f"{case.name}, in pairs", lengths=(900, 100), gate_dtype=BF16, tags=frozenset())
+
+
+def several_cases(gate: str = "bounded") -> list[Case]:
+    """Prefills that are cut into segments: packed ones, with a pool or without, and a batch."""
+    case = chunk_case(BF16, 128, 128, 4, gate, T=LONG).having(backward=False, tags=frozenset())
+    packed = case.having(name=f"{case.name}, packed", lengths=(LONG - 100, 100))
+    pool = packed.having(name=f"{case.name}, pool", tags=frozenset({"pool"}), options={"state_v_first": True})
+    return [packed, served(packed), pool.having(state=BF16), case.having(name=f"{case.name}, batch", B=2)]
 
 
 def kept_cases() -> list[Case]:
@@ -197,7 +205,7 @@ def cases(quick: bool = False) -> list[Case]:
         found = [chunk_case(BF16, 128, 128, MANY, "bounded"), chunk_case(FP32, 64, 64, FEW, "softplus")]
         found += [chunk_case(BF16, 128, 128, MANY, "softplus"), chunk_case(BF16, 128, 128, FEW, "bounded", T=ODD)]
         found += [chunk_case(dtype, 128, 128, 4, "given", T=LONG) for dtype in (BF16, FP16)]
-        found += [paired_case("bounded")]
+        found += [paired_case("bounded"), several_cases()[1]]
         steps = ((1, 1, FP32), (8, 1, BF16), (8, 64, FP32))
         found += [step_case(N, T, False, state) for N, T, state in steps]
         return [*found, step_case(8, 4, False, FP32, tags=frozenset({"pool", "records", "commits"}), name="commits")]
@@ -217,7 +225,7 @@ def cases(quick: bool = False) -> list[Case]:
     found += [chunk_case(dtype, K, K, FEW, "given", T=ODD) for dtype, K in ((BF16, 128), (FP16, 128), (BF16, 256))]
     found += [chunk_case(BF16, 256, 256, MANY, "given", True), chunk_case(FP32, 64, 64, FEW, "given", True)]
     found += [served(chunk_case(BF16, 128, 128, heads, "bounded")) for heads in (FEW, MANY)]
-    found += short_cases() + kept_cases()
+    found += short_cases() + kept_cases() + several_cases()
     found += [served(chunk_case(BF16, 256, 256, FEW, "bounded")), served(chunk_case(FP32, 64, 64, FEW, "softplus"))]
     found += [served(chunk_case(dtype, 128, 128, MANY, "softplus"), "checkpoints") for dtype in (BF16, FP32)]
     return [*found, *_steps()]

@@ -11,6 +11,8 @@ left out (2^-16 of a result).
 
 Reverse: segments from the last to the first, with the transposed matrices and the sums of
 ``reverse_transitions_hopper``; states are gradients at the ends of segments then.
+
+Segments may be of several sequences, one after another. The first of each starts from its sequence's state.
 """
 
 from triton.experimental import gluon
@@ -22,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kda_core.triton_lib.packing import starts_from_state
 from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 
@@ -34,17 +37,19 @@ def _begin(matrices, t, end, step, row, stage, ready, buffer, K: gl.constexpr):
     copy_block(matrices, [row + t * step + K, 0], bar, buffer.index(2 * stage + 1), pred=t < end)
 
 
-@gluon.jit(do_not_specialize=["count"])
+@gluon.jit(do_not_specialize=["count", "s_index", "s_has"])
 def join_hopper(
     matrices,  # descriptor of M (reverse: Mᵀ) as two parts, [(count - 1) · HV · 2 · K, K] by [K, K]
     additions,  # b, float32 [count - 1, HV, K, V]
     forgotten,  # int32 [count - 1, HV, PARTS]
-    given,  # [1, HV, K, V] (or [1, HV, V, K]) or None: the first state (reverse: the last one's gradient)
+    given,  # [N or slots of a pool, HV, K, V], any strides, or None: first states (reverse: the last one's gradient)
+    sequences,  # [count] int64: whose a segment is, or -1; None: all are one sequence's
+    indices,  # [N] slots of given, or None
+    has_state,  # [N] bool, or None
     states,  # float32 [count, HV, V, K]
-    count,
+    count, s_gn, s_gh, s_gk, s_gv, s_index, s_has,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, PARTS: gl.constexpr,
     MOST: gl.constexpr,  # a power of two, at least count - 1
-    V_FIRST: gl.constexpr,  # the layout of ``given``
     REVERSE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     num_warps: gl.constexpr = gl.num_warps()
@@ -65,6 +70,15 @@ def join_hopper(
     gone = gl.full([MOST], 1, gl.int32, FLAGS)
     for part in gl.static_range(PARTS):
         gone = gone & gl.load(forgotten + (at_t * HV + i_h) * PARTS + part, mask=o_t < last, other=1)
+    i_n = gl.to_tensor(0).to(gl.int64)
+    begins = i_s == 0
+    if sequences is not None:
+        here = gl.load(sequences + o_t, mask=o_t < last, other=-1)
+        gone = gone | (here != gl.load(sequences + o_t + 1, mask=o_t < last, other=-1)).to(gl.int32)
+        i_n = gl.load(sequences + i_s)
+        if i_n < 0:
+            return
+        begins = i_n != gl.load(sequences + i_s - 1, mask=i_s > 0, other=-1)
     if (i_s > 0) & (gl.sum(gl.where(o_t == i_s - 1, gone, 0), 0) == 0):
         return
     end = gl.minimum(gl.min(gl.where((o_t >= i_s) & (gone != 0), o_t, MOST), 0), last)
@@ -94,14 +108,18 @@ def join_hopper(
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L))
     at_b = o_k[:, None] * V + o_v[None, :]
     at_x = o_v[None, :] * K + o_k[:, None]
-    if i_s > 0:
+    if begins == 0:
         x = gl.load(additions + (first + (i_s - 1) * step).to(gl.int64) * (K * V) + at_b)
     elif given is None:
         x = gl.full([K, BV], 0.0, gl.float32, L)
-    elif V_FIRST:
-        x = gl.load(given + i_h * (K * V) + at_x).to(gl.float32)
     else:
-        x = gl.load(given + i_h * (K * V) + at_b).to(gl.float32)
+        starts = o_k[:, None] >= 0
+        if has_state is not None:
+            starts = starts & starts_from_state(has_state, i_n, s_has)
+        if indices is not None:
+            i_n = gl.load(indices + i_n * s_index).to(gl.int64)
+        at = o_k[:, None].to(gl.int64) * s_gk + o_v[None, :].to(gl.int64) * s_gv
+        x = gl.load(given + i_n * s_gn + i_h.to(gl.int64) * s_gh + at, mask=starts, other=0.0).to(gl.float32)
     gl.store(states + (first_state + i_s * step).to(gl.int64) * (V * K) + at_x, x)
     # The addition of a step is loaded one step ahead; without a step it is not used.
     b = x

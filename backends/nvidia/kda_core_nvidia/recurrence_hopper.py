@@ -387,7 +387,7 @@ def _sequence(
         if final_indices is not None:
             i_state = gl.load(final_indices + i_n * s_final).to(gl.int64)
             writes = is_padding(i_state, pad_slot_id, final_slots) == 0
-        if (has_state is not None) | (final_indices is not None):
+        if ((has_state is not None) | (final_indices is not None)) and not LAST_STATE:
             # A sequence without tokens leaves its slot alone.
             writes = writes & (length > 0)
         if final_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
@@ -427,7 +427,7 @@ def recurrence_hopper(
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
-    LAST_STATE: gl.constexpr,  # of final states only the last sequence's is wanted, and stored as the only one
+    LAST_STATE: gl.constexpr,  # sequences are segments: only the last one's state is wanted, or as final_indices say
     BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
     FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of up to so many rows, packed; or 0
     ODD: gl.constexpr,  # a sequence may have an odd number of chunks

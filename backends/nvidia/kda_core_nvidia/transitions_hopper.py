@@ -221,24 +221,13 @@ def store_parts(at, x, PART: gl.constexpr):
     gl.store(at + PART, (x - first.to(gl.float32)).to(gl.bfloat16))
 
 
-@gluon.jit(do_not_specialize=["T", "chunks", "spare", "s_vh"])
-def transitions_hopper(
-    single,  # descriptor of keys as [slots · HV · 3 · C, KP] by [C, KP]
-    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
-    values,  # descriptor of v as a matrix with a row for each token, by [C, V]
-    matrices,  # M as two parts in bfloat16, [count - 1, HV, 2, KP, KP]
-    additions,  # b in float32, [count - 1, HV, KP, V]; no initial state enters
-    forgotten,  # int32 [count - 1, HV, KP / BR]: 1 where these rows of M are below TINY; None with EVERY
-    cu_seqlens,  # EVERY: boundaries of the segments, or None for a batch of T rows each
-    T,
-    chunks,  # of a segment
-    spare,  # slots between two segments that hold nothing
-    s_vh,
+@gluon.jit
+def _segment(
+    single, decays, values, matrices, additions, forgotten, i_part, i_nh, i_h, row0, length, slot0, n, s_vh,
     HV: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, BR: gl.constexpr, STAGES: gl.constexpr,
-    UNROLL: gl.constexpr,
-    EVERY: gl.constexpr,  # the last segment as well, and segments of any number of rows
+    UNROLL: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, where a forgotten row of M is zero."""
+    """A block of key channels of a head of a segment."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = single.dtype
     L_X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
@@ -247,19 +236,6 @@ def transitions_hopper(
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], dtype)
     ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-
-    i_part = gl.program_id(0)
-    i_nh = gl.program_id(1)
-    i_n = i_nh // HV
-    i_h = i_nh % HV
-    if EVERY:
-        row0, length, slot0 = rows_of_segment(i_n, cu_seqlens, T, chunks, C)
-        n = (length + C - 1) // C
-    else:
-        slot0 = i_n * (chunks + spare)
-        row0 = i_n * chunks * C
-        n = chunks
-        length = n
 
     ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
     ke_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -301,3 +277,51 @@ def transitions_hopper(
     gl.store(additions + at * (KP * V) + (o_b[:, None] * V + o_v[None, :]), -b)
     if not EVERY:
         gl.store(forgotten + i_nh * (KP // BR) + i_part, gone)
+
+
+@gluon.jit(do_not_specialize=["T", "chunks", "spare", "s_vh"])
+def transitions_hopper(
+    single,  # descriptor of keys as [slots · HV · 3 · C, KP] by [C, KP]
+    decays,  # descriptor of D as [slots · HV, KP] by [1, KP]
+    values,  # descriptor of v as a matrix with a row for each token, by [C, V]
+    matrices,  # M as two parts in bfloat16, [count - 1, HV, 2, KP, KP]
+    additions,  # b in float32, [count - 1, HV, KP, V]; no initial state enters
+    forgotten,  # int32 [count - 1, HV, KP / BR]: 1 where these rows of M are below TINY; None with EVERY
+    cu_seqlens,  # boundaries of the segments; or None: of one length, with EVERY T rows each, else ``chunks``
+    sequences,  # [count] int64: whose a segment is, of which the last has no transitions; or None
+    T,
+    chunks,  # of a segment
+    spare,  # slots between two segments that hold nothing
+    s_vh,
+    HV: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, BR: gl.constexpr, STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
+    EVERY: gl.constexpr,  # the last segment as well, and segments of any number of rows
+):  # fmt: skip
+    """Grid: (KP / BR, (count - 1) · HV); with EVERY count · HV, where a forgotten row of M is zero.
+
+    ``count`` - 1 are all segments where ``sequences`` are given.
+    """
+    i_part = gl.program_id(0)
+    i_nh = gl.program_id(1)
+    i_n = i_nh // HV
+    i_h = i_nh % HV
+    if EVERY or cu_seqlens is not None:
+        row0, length, slot0 = rows_of_segment(i_n, cu_seqlens, T, chunks, C)
+        n = (length + C - 1) // C
+    else:
+        slot0 = i_n * (chunks + spare)
+        row0 = i_n * chunks * C
+        n = chunks
+        length = n
+    if sequences is None:
+        _segment(
+            single, decays, values, matrices, additions, forgotten, i_part, i_nh, i_h, row0, length, slot0, n, s_vh,
+            HV, V, KP, C, BR, STAGES, UNROLL, EVERY,
+        )  # fmt: skip
+    else:
+        whose = gl.load(sequences + i_n)
+        if (whose >= 0) & (whose == gl.load(sequences + i_n + 1)):
+            _segment(
+                single, decays, values, matrices, additions, forgotten, i_part, i_nh, i_h, row0, length, slot0, n,
+                s_vh, HV, V, KP, C, BR, STAGES, UNROLL, EVERY,
+            )  # fmt: skip

@@ -332,12 +332,13 @@ MOST_PROGRAMS = 132
 
 def cut_on_hopper(r: Request, chip: Chip) -> bool:
     """Whether the kernels for Hopper join the segments of a call, by dtype and head dimensions."""
+    rows = r.B * r.T
     return (
         chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
         # Rows of a descriptor are counted in 32 bits.
-        and (r.T // CHUNK + r.T // LEAST_ROWS_HOPPER + 2) * r.HV * 3 * CHUNK < 2**31
+        and (rows // CHUNK + rows // LEAST_ROWS_HOPPER + MOST_PROGRAMS) * r.HV * 3 * CHUNK < 2**31
     )
 
 
@@ -346,19 +347,24 @@ def _programs(r: Request) -> int:
     return r.HV * -(-padded(r.V) // 64)
 
 
+def several(r: Request) -> bool:
+    """Whether segments of a call may be several sequences', or their states in a pool: forwards on Hopper alone."""
+    return r.cu_seqlens is not None or r.B > 1 or r.ssm_state_indices is not None
+
+
 def segment_rows(request: Request, chip: Chip) -> int:
-    """Rows of each segment of a call, or 0 when it is not cut: long calls of one dense sequence with few heads."""
-    r, q = request, request.q
-    if q.shape[0] != 1 or r.cu_seqlens is not None or q.dtype.itemsize != 2:
-        return 0
-    if r.inplace_final_state or r.ssm_state_indices is not None:
-        return 0
-    if r.return_intermediate_states or r.disable_recompute:
+    """Rows of each segment of a call, or 0 when it is not cut: long calls with few sequences and heads."""
+    r = request
+    if r.q.dtype.itemsize != 2 or r.return_intermediate_states or r.disable_recompute:
         return 0
     hopper = cut_on_hopper(r, chip)
+    prefill = not (r.save_for_backward or r.saved or r.needs_grad)
+    if several(r):
+        count = most_each(r, chip) if hopper and prefill and r.checkpoint_indices is None else 0
+        rows = -(-r.T // count) if count else 0
+        return -(-rows // CHUNK) * CHUNK
     count = min(chip.multiprocessors, LARGEST_CHIP) // _programs(r)
     count = min(count, most_segments(r) if hopper else r.T // LEAST_ROWS)
-    prefill = not (r.save_for_backward or r.saved or r.needs_grad)
     if not (cutting_pays(r, count, prefill) if hopper else count >= LEAST_SEGMENTS):
         return 0
     if hopper:
@@ -367,6 +373,25 @@ def segment_rows(request: Request, chip: Chip) -> int:
         count = even[-1] if even and 2 * even[-1] > count else count
     rows = -(-r.T // count)
     return -(-rows // CHUNK) * CHUNK
+
+
+def most_each(r: Request, chip: Chip) -> int:
+    """Segments of each sequence of a batch, or of all that are packed as if they were one; 0: it is not cut."""
+    packed = r.cu_seqlens is not None
+    # Lengths of packed sequences are on the GPU: those that are all of the same length shall not lose.
+    if r.T < LEAST_TOTAL_PREFILL * (r.N if packed else 1) or r.N > MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)):
+        return 0
+    for n in range(MOST_PROGRAMS // (2 * r.HV), LEAST_SEGMENTS - 1, -1):
+        # A boundary between sequences is one between segments.
+        programs = (n + r.N - 1 if packed else n * r.N) * _programs(r)
+        if programs <= chip.multiprocessors and n * LEAST_ROWS_HOPPER <= r.T and n * n * 2 * CHUNK <= r.T:
+            return n
+    return 0
+
+
+def most_of_several(HV: int) -> int:
+    """Segments of a call of several sequences, at most: ``most_each`` and one for each sequence more."""
+    return MOST_PROGRAMS // (2 * HV) + MOST_PROGRAMS // (2 * LEAST_SEGMENTS * HV)
 
 
 def cutting_pays(r: Request, count: int, prefill: bool = False) -> bool:
@@ -406,6 +431,14 @@ def starts_shape(r: Request) -> tuple[int, ...]:
     return (count, r.HV, r.V, r.K) if cutting_pays(r, count) else ()
 
 
+def in_one(x: View) -> View:
+    """``x`` [B, T, ..] as [1, B · T, ..], or the layout of such a copy."""
+    if x.shape[0] > 1 and x.strides[0] != x.shape[1] * x.strides[1]:
+        x = x.contiguous()
+    rows = x.shape[0] * x.shape[1]
+    return x._replace(shape=(1, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
+
+
 def in_parts(x: View, count: int) -> View:
     """``x`` [1, T, ..] as [count, T / count, ..]."""
     rows = x.shape[1] // count
@@ -415,11 +448,12 @@ def in_parts(x: View, count: int) -> View:
 def as_segments(request: Request, rows: int) -> Request:
     """The call with its segments as sequences, states V first and none given.
 
-    Segments of one length are a batch; others are packed sequences.
+    Segments of one length of one sequence are a batch; others are packed sequences.
     """
-    if request.cu_seqlens is not None or request.T % rows:
-        return packed_segments(request, rows, v_first=True)
     names = ("q", "k", "v", "g", "beta", "grad_o")
+    if request.cu_seqlens is not None or several(request) or request.T % rows:
+        parts = {n: in_one(x) for n in names if request.B > 1 and (x := getattr(request, n)) is not None}
+        return changed(packed_segments(request, rows, v_first=True), **parts)
     parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}
     return changed(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
 

@@ -130,6 +130,9 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
     KP, count, heads = padded(K), slots(r), r.N * r.HV
+    if rows and not fragments and request.cu_seqlens is not None:
+        # The last segment has no rows, or there is one more for each sequence but one.
+        heads -= r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     keeps = r.save_for_backward and keeps_states(request, chip)
     if keeps or ((fragments or rows) and isinstance(transitions, chunk.TransitionsHopperConfig)):

@@ -20,8 +20,8 @@ from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts
 from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
-from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
-from kda_core_nvidia.plans.segments import add_starts, cut_into_segments
+from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper, one_token_axis
+from kda_core_nvidia.plans.segments import add_starts, cut_into_segments, cut_several
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.progress_hopper import FLAGS
 from kda_core_nvidia.recurrence import recurrence
@@ -242,7 +242,11 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     keep = choice.saved_slots if training and not everything else 0
     starts = b.result("starts", chunk.starts_shape(r), torch.float32) if keep and chunk.starts_shape(r) else None
     kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
-    if choice.segment_rows:
+    if choice.segment_rows and chunk.several(r):
+        if r.B > 1 and o.strides[0] != r.T * o.strides[1]:
+            o = b.scratch("o", o.shape, o.dtype)
+        prepared = _add_several(b, r, choice, o, final_state)
+    elif choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
         how = choice.prepare, choice.precision, choice.bounded
@@ -281,4 +285,16 @@ def _add_segments(
     call = changed(r, initial_state=b.dense(r.initial_state))
     first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, call, own)
     add_recurrence(b, changed(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
+    return prepared
+
+
+def _add_several(b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None) -> Prepared:
+    """The same with several sequences cut into segments, or one whose state is in a pool; no backward follows."""
+    r = changed(r, **{n: one_token_axis(b, getattr(r, n)) for n in ("q", "k", "v", "g", "beta")})
+    cut, sequences = cut_several(b, r, choice.segment_rows, final_state)
+    o = chunk.in_one(o)
+    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o)
+    cut = changed(cut, v=aligned(b, cut.v))
+    add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, cut.initial_state, sequences)
+    add_recurrence(b, cut, choice, prepared, o, final_state, None, whole=r)
     return prepared

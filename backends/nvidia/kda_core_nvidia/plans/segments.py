@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import row_strides
+from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, View, matrix_tile, token_tile
+from kda_core.triton_lib.plan import Builder, View, changed, matrix_tile, token_tile
 from kda_core.triton_lib.segments import write_bounds
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, split_scale
+from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, most_of_several, split_scale
 from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
-from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
+from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, segments_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
 
 JOIN_ROWS = 16
@@ -32,7 +32,34 @@ def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
     return write_bounds(b, r, as_fragments(r, rows), rows)
 
 
-def _names(b: Builder, r: Request, choice: Choice, keys: View, D: View, call: Request | None) -> dict[str, Any]:
+def cut_several(b: Builder, r: Request, rows: int, final_state: View | None) -> tuple[Request, View]:
+    """``as_segments`` of several sequences, or of one whose state is in a pool.
+
+    The starts of the segments are a pool of their own, to be written, and final states are written as the call asks.
+
+    Returns:
+        the call in segments, and [S + 1] of which sequence each is: -1 where it has no rows, or is skipped.
+    """
+    cut = as_fragments(r, rows)
+    starts = b.scratch("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
+    names_of = ("bounds", cut.N + 1), ("sequences", cut.N + 1), ("own", cut.N), ("ends", cut.N)
+    table: dict[str, Any] = {n: b.scratch(f"{n} of segments", (count,), torch.int64) for n, count in names_of}
+    if final_state is None:
+        table["ends"] = None
+    per = -(-r.T // rows) if r.cu_seqlens is None else 0
+    empty = r.has_initial_state is None and r.final_state_indices is None
+    b.pick(segments_kernel, cut.N + 1, 1, names(r) | table | {"rows": rows, "per": per, "EMPTY": empty})
+    cut = changed(
+        cut, cu_seqlens=table["bounds"], initial_state=starts, has_initial_state=None, ssm_state_indices=table["own"],
+        pad_slot_id=-1, final_state_indices=table["ends"], final_state_pool=final_state, update_state=True,
+        inplace_final_state=final_state is not None,
+    )  # fmt: skip
+    return cut, table["sequences"]
+
+
+def _names(
+    b: Builder, r: Request, choice: Choice, keys: View, D: View, call: Request | None, sequences: View | None = None
+) -> dict[str, Any]:
     """Arguments of the launches that compute transitions, with the tensors that those for Hopper write."""
     named = names(r) | {
         "keys": keys, "D": D, "count": r.N, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "tf32",
@@ -44,24 +71,27 @@ def _names(b: Builder, r: Request, choice: Choice, keys: View, D: View, call: Re
     config = choice.transitions
     if not isinstance(config, TransitionsHopperConfig):
         return named | {"BV": config.block_v, "STAGES": config.stages}
-    count, new = (r.N, b.result) if call is None else (r.N - 1, b.scratch)
+    count, new = (r.N, b.result) if call is None else (r.N - (sequences is None), b.scratch)
     named |= {
         "single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True),
         "BR": config.rows, "UNROLL": config.unroll, "STAGES": config.stages, "spare": 0, "forgotten": None,
+        "sequences": sequences,
         "matrices": new("matrices of segments", (count, r.HV, 2, r.K, r.K), torch.bfloat16),
         "additions": new("additions of segments", (count, r.HV, r.K, r.V), torch.float32),
     }  # fmt: skip
     if call is None:
         return named
     return named | {
-        "cu_seqlens": None, "chunks": choice.segment_rows // CHUNK, "spare": 0 if r.cu_seqlens is None else 1,
+        "cu_seqlens": sequences and r.cu_seqlens, "chunks": choice.segment_rows // CHUNK,
+        "spare": 0 if r.cu_seqlens is None else 1,
         "forgotten": b.scratch("forgotten", (count, r.HV, r.K // config.rows), torch.int32),
     }  # fmt: skip
 
 
 def add_transitions(
-    b: Builder, r: Request, choice: Choice, v: View, keys: View, D: View, call: Request | None = None
-) -> dict[str, Any]:
+    b: Builder, r: Request, choice: Choice, v: View, keys: View, D: View, call: Request | None = None,
+    sequences: View | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Add the transitions of segments.
 
     Args:
@@ -70,13 +100,14 @@ def add_transitions(
         keys, D: what ``prepare`` wrote for ``r``.
         call: the call itself, with its initial state, contiguous, from which the first segment starts; the last segment
             has no transitions. None for fragments: all segments have transitions, which are results, and none a state.
+        sequences: from ``cut_several``, else None.
 
     Returns:
         arguments of the launch, with "matrices" and "additions" for Hopper, else "transitions" [.., HV, VP + KP, KP] in
         float32.
     """
-    config, named = choice.transitions, _names(b, r, choice, keys, D, call)
-    count = r.N - (call is not None)
+    config, named = choice.transitions, _names(b, r, choice, keys, D, call, sequences)
+    count = r.N - (call is not None and sequences is None)
     if isinstance(config, TransitionsHopperConfig):
         own = {"values": token_tile(v, CHUNK, r.V, swizzled=True), "s_vh": v.stride(2)}
         grid = (r.K // config.rows, count * r.HV)
@@ -119,8 +150,9 @@ def add_reverse_transitions(
 
 
 def add_starts(
-    b: Builder, r: Request, choice: Choice, v: View, keys: View, D: View, call: Request, states: View | None = None
-) -> tuple[View, View | None]:
+    b: Builder, r: Request, choice: Choice, v: View, keys: View, D: View, call: Request, states: View | None = None,
+    sequences: View | None = None,
+) -> tuple[View, View | None]:  # fmt: skip
     """Compute the state at the start of every segment; arguments as of ``add_transitions``.
 
     Args:
@@ -131,22 +163,23 @@ def add_starts(
     """
     if states is None:
         states = b.scratch("states at starts", (r.N, r.HV, r.V, r.K), torch.float32)
-    named = add_transitions(b, r, choice, v, keys, D, call)
+    named = add_transitions(b, r, choice, v, keys, D, call, sequences)
     if isinstance(choice.transitions, TransitionsHopperConfig):
-        _add_join_hopper(b, r, choice.transitions, named, call.initial_state, states, reverse=False)
+        _add_join_hopper(b, r, choice.transitions, named, call, call.initial_state, states)
         return states, None
     _add_join(b, choice, named, call.initial_state, named["transitions"], None, states)
     return states, named["transitions"]
 
 
 def _add_join_hopper(
-    b: Builder, r: Request, config: TransitionsHopperConfig, named: dict[str, Any], given: View | None, states: View,
-    reverse: bool,
+    b: Builder, r: Request, config: TransitionsHopperConfig, named: dict[str, Any], call: Request, given: View | None,
+    states: View, reverse: bool = False,
 ) -> None:  # fmt: skip
-    own = {
+    own = {n: names(call)[n] for n in ("indices", "s_index", "has_state", "s_has")}
+    own |= named_state_strides("g", given, call.state_v_first) | {
         "matrices": matrix_tile(named["matrices"], r.K, r.K, swizzled=True), "given": given, "states": states,
-        "BV": config.join_block, "PARTS": r.K // config.rows, "MOST": max(32, padded(r.N - 1)), "REVERSE": reverse,
-        "STAGES": config.join_stages,
+        "BV": config.join_block, "PARTS": r.K // config.rows, "REVERSE": reverse, "STAGES": config.join_stages,
+        "MOST": max(32, padded(r.N - 1 if named["sequences"] is None else most_of_several(r.HV))),
     }  # fmt: skip
     b.pick(join_hopper, (r.V // config.join_block, r.HV, r.N), 8, named | own)
 
@@ -166,7 +199,7 @@ def add_ends(
     states = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
     named = add_reverse_transitions(b, r, choice, do, *prepared, call)
     if isinstance(choice.transitions, TransitionsHopperConfig):
-        _add_join_hopper(b, r, choice.transitions, named, call.grad_final_state, states, reverse=True)
+        _add_join_hopper(b, r, choice.transitions, named, call, call.grad_final_state, states, reverse=True)
         return states
     _add_join(b, choice, named, call.grad_final_state, transitions, named["additions"], states)
     b.free(named["additions"])
