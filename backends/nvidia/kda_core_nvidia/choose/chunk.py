@@ -355,6 +355,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
         return 0
     if r.return_intermediate_states or r.disable_recompute:
         return 0
+    if r.batch_invariant:
+        return 0
     hopper = cut_on_hopper(r, chip)
     count = min(chip.multiprocessors, LARGEST_CHIP) // _programs(r)
     count = min(count, most_segments(r) if hopper else r.T // LEAST_ROWS)
@@ -383,7 +385,8 @@ def saved_slots(request: Request) -> int:
 
     Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
     """
-    if request.B == 1 and request.cu_seqlens is None and LARGEST_CHIP // _programs(request) > 1:
+    may_cut = request.B == 1 and request.cu_seqlens is None and not request.batch_invariant
+    if may_cut and LARGEST_CHIP // _programs(request) > 1:
         return request.T // CHUNK + request.T // LEAST_ROWS_HOPPER + 2
     return max(1, slots(request))
 
@@ -401,6 +404,8 @@ def starts_shape(r: Request) -> tuple[int, ...]:
     As for ``saved_slots`` it does not depend on the device: at most 66 states.
     """
     if r.B != 1 or r.cu_seqlens is not None or r.disable_recompute or r.q.dtype != torch.bfloat16:
+        return ()
+    if r.batch_invariant:
         return ()
     count = most_segments(r) if r.K == r.V == 128 else 0
     return (count, r.HV, r.V, r.K) if cutting_pays(r, count) else ()
