@@ -23,7 +23,7 @@ from kda_core.request import DIFFERENTIABLE, GATE_DIFFERENTIABLE, CommitRequest,
 
 NAMESPACE = "kda_core"
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Rises whenever a schema grows; ``tests/core/data`` has programs that were exported with each version."""
 
 DEFAULTS = {"None": None, "False": False, "True": True, '""': "", "[]": (), "64": 64, "-1": -1, "0": 0}
@@ -134,22 +134,23 @@ class Operator:
     namespace: str = NAMESPACE
 
 
-def _of_recurrence(op: str, hooks: str, more: str = "") -> Operator:
-    writing = ", ".join(filter(None, (_SHARED, _WRITTEN, _LATER, _CHECKPOINTS, more)))
+def _of_recurrence(op: str, hooks: str, *, written: str = "", more: str = "") -> Operator:
+    """The row of ``op``; ``written``, ``more``: arguments at the end of the writing operator, and of all three."""
+    last, names = (f", {more}", _names(more)) if more else ("", ())
     return Operator(
         op, Request, (f"{hooks}_forward", f"{hooks}_backward"),
-        Schema(op, f"{_SHARED}, {_SAVE}, {_LATER}", 3 + MAX_SAVED_TENSORS),
-        Schema(f"{op}_backward", f"{_SHARED}, {_GRADIENTS}, {_NEEDS}", len(DIFFERENTIABLE)),
-        Schema(f"{op}_", writing, 3),
-        TENSOR_NAMES, OPTION_NAMES, DIFFERENTIABLE, ("grad_o", "grad_final_state"), SAVED_NAMES,
+        Schema(op, f"{_SHARED}, {_SAVE}, {_LATER}{last}", 3 + MAX_SAVED_TENSORS),
+        Schema(f"{op}_backward", f"{_SHARED}, {_GRADIENTS}, {_NEEDS}{last}", len(DIFFERENTIABLE)),
+        Schema(f"{op}_", f"{_SHARED}, {_WRITTEN}, {_LATER}, {_CHECKPOINTS}{written}{last}", 3),
+        TENSOR_NAMES, (*OPTION_NAMES, *names), DIFFERENTIABLE, ("grad_o", "grad_final_state"), SAVED_NAMES,
     )  # fmt: skip
 
 
 OPERATORS = {
     row.op: row
     for row in (
-        _of_recurrence("chunk_kda", "kda_core_chunk"),
-        _of_recurrence("fused_recurrent_kda", "kda_core_recurrent", _RECORDS),
+        _of_recurrence("chunk_kda", "kda_core_chunk", more="bool batch_invariant=False"),
+        _of_recurrence("fused_recurrent_kda", "kda_core_recurrent", written=f", {_RECORDS}"),
         Operator(
             "kda_gate", GateRequest, ("kda_core_gate_forward", "kda_core_gate_backward"),
             Schema("kda_gate", f"{_GATE}, {_SAVE}", 1),

@@ -32,7 +32,7 @@ def chunk_kda(
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
     intermediate_states_dtype: torch.dtype | None = None, checkpoint_indices: Tensor | None = None,
-    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None,
+    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None, batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -48,7 +48,7 @@ def chunk_kda(
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
     intermediate_states_dtype: torch.dtype | None = None, checkpoint_indices: Tensor | None = None,
-    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None,
+    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None, batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -64,7 +64,7 @@ def chunk_kda(
     out: Tensor | None = None, backend: str | None = None, has_initial_state: Tensor | None = None,
     update_state: bool = True, final_state_indices: Tensor | None = None, final_state_pool: Tensor | None = None,
     intermediate_states_dtype: torch.dtype | None = None, checkpoint_indices: Tensor | None = None,
-    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None,
+    checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None, batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 # fmt: on
 
@@ -105,6 +105,7 @@ def chunk_kda(
     checkpoint_indices: Tensor | None = None,
     checkpoint_every: int = 0,
     checkpoint_pool: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
 
@@ -176,6 +177,9 @@ def chunk_kda(
             to; None: the one that final states go to.
         intermediate_states_dtype: dtype of h, beside ``return_intermediate_states``; one that states may have. None:
             that of the initial state.
+        batch_invariant: a sequence's output, states and gradients have the same bits alone and in any batch, packed
+            among packed ones or dense among dense ones; a backend may be slower. The gradients of A_log and dt_bias are
+            sums over the batch.
 
     Returns:
         ``(o, final_state)``, or ``(o, final_state, h)`` with ``return_intermediate_states``.
@@ -197,7 +201,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
         return_intermediate_states, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, A_log, dt_bias, chunk_size,
         ssm_state_indices, pad_slot_id, out, has_initial_state, update_state, final_state_indices, final_state_pool,
-        intermediate_states_dtype, checkpoint_indices, checkpoint_every, checkpoint_pool,
+        intermediate_states_dtype, checkpoint_indices, checkpoint_every, checkpoint_pool, batch_invariant,
     )  # fmt: skip
     return call("chunk_kda", values, backend, cp_context)
 

@@ -56,6 +56,7 @@ class Feature(Enum):
     FINAL_STATE_INDICES = "final states in other slots, or in another pool (final_state_indices, final_state_pool)"
     DRAFT_RECORDS = "records of a draft instead of its states, and their commit (records, commit_kda)"
     DRAFT_TREES = "a tree of draft tokens, and the commit of one of its paths (parents, path, commit_path)"
+    BATCH_INVARIANT = "the same bits alone and in any batch (batch_invariant)"
 
 
 FEATURES_1_0 = frozenset(
@@ -76,6 +77,7 @@ The set names its features and never grows: a wheel that declares it does not kn
 FEATURES_1_2 = FEATURES_1_0 | {
     Feature.HAS_INITIAL_STATE, Feature.NO_STATE_UPDATE, Feature.FINAL_STATE_INDICES, Feature.FP16_STATE,
     Feature.INTERMEDIATE_STATES_DTYPE, Feature.CHECKPOINTS, Feature.DRAFT_RECORDS, Feature.DRAFT_TREES,
+    Feature.BATCH_INVARIANT,
 }  # fmt: skip
 """The same of contract 1.2."""
 

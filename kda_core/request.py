@@ -61,6 +61,7 @@ class Request(Remembering):
         parents: [N, T] or None: token t continues from the state after token parents[n, t] < t, or from the sequence's
             first state where that is negative. What is not below t stands for t - 1. None: t - 1. Only beside records.
         commit_path: [N, M] or None, the ``path`` of the commit.
+        batch_invariant: no choice that changes bits may depend on the other sequences of the call, nor on their number.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the
             result's ``final_state`` is None.
         save_for_backward: the result's ``saved`` must match ``kda_core_saved_spec``.
@@ -121,6 +122,7 @@ class Request(Remembering):
     num_committed: Tensor | None = None
     parents: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_TREES})
     commit_path: Tensor | None = field(default=None, metadata={"needs": Feature.DRAFT_TREES})
+    batch_invariant: bool = field(default=False, metadata={"needs": Feature.BATCH_INVARIANT})
     save_for_backward: bool = False
     saved: tuple[Tensor, ...] = ()
     grad_o: Tensor | None = None

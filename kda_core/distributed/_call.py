@@ -164,8 +164,10 @@ def context_of(r: Request) -> ContextParallel:
                 f"cp_context: expected a context of kda_core.distributed.build_cp_context, got {type(c).__name__}"
             )
         c = from_fla(c)
-    for name in ("out", "ssm_state_indices", "has_initial_state", "final_state_indices", "final_state_pool"):
-        if getattr(r, name) is not None:
+    pools = ("ssm_state_indices", "has_initial_state", "final_state_indices", "final_state_pool")
+    for name in ("out", *pools, "batch_invariant"):
+        value = _checks.python_value(getattr(r, name))
+        if value is not None and value is not False:
             raise UnsupportedCall(f"chunk_kda: {name} is not served with cp_context; leave one of them out")
     for name, t in (("q", r.q), ("v", r.v)):
         if not isinstance(t, Tensor):

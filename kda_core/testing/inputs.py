@@ -172,7 +172,7 @@ class Call:
     def decoding(self) -> Call:
         """The same sequences for ``fused_recurrent_kda``, which has no chunks."""
         chunked = ("chunk_size", "safe_gate", "disable_recompute", "return_intermediate_states", "cu_seqlens_cpu")
-        return replace(self.having(**dict.fromkeys(chunked)), op="fused_recurrent_kda")
+        return replace(self.having(**dict.fromkeys((*chunked, "batch_invariant"))), op="fused_recurrent_kda")
 
     def forward_only(self) -> Call:
         """The call without its backward."""

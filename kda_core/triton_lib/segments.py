@@ -12,8 +12,9 @@ The backward does the same from the end: the gradient of the state goes through 
 to it what the reverse recurrence finds.
 
 This takes three times the arithmetic. It pays where a recurrence would leave most of the chip idle. Only calls of one
-dense sequence are cut, by their length and heads alone, and neither with a pool nor with intermediate states: packed
-and batched sequences keep their bits whatever they travel with, and the host never waits for lengths.
+dense sequence are cut, by their length and heads alone, and neither with a pool nor with intermediate states, nor with
+``batch_invariant``: packed and batched sequences keep their bits whatever they travel with, and the host never waits
+for lengths.
 """
 
 from __future__ import annotations

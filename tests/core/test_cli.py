@@ -269,6 +269,7 @@ def test_explain_has_every_option_and_every_tensor_of_the_public_functions():
         ("--use-qk-l2norm-in-kernel --scale 0.5", {"use_qk_l2norm_in_kernel": True, "scale": 0.5}),
         ("--output-final-state --return-intermediate-states", {"return_intermediate_states": True}),
         ("--disable-recompute --chunk-size 32", {"disable_recompute": True, "chunk_size": 32}),
+        ("--batch-invariant", {"batch_invariant": True, "disable_recompute": False}),
         ("--slots 9 --pad-slot-id -7", {"ssm_state_indices.shape": (1, 1), "pad_slot_id": -7}),
         ("--slots 9 --has-initial-state", {"has_initial_state.dtype": torch.bool, "update_state": True}),
         (

@@ -81,6 +81,7 @@ ADDED = {
     "commit": "drafts over a pool of states, which fla has not in its public call",
     "num_committed": "drafts over a pool of states, which fla has not in its public call",
     "parents": "drafts over a pool of states, which fla has not in its public call",
+    "batch_invariant": "fla has no such promise",
     "commit_path": "drafts over a pool of states, which fla has not in its public call",
 }
 LEFT_OUT = {

@@ -29,6 +29,7 @@ NOT_TAKEN = {
     "fused_recurrent_kda": {
         *("disable_recompute", "return_intermediate_states", "cu_seqlens_cpu", "cp_context", "chunk_size"),
         *("intermediate_states_dtype", "checkpoint_indices", "checkpoint_every", "checkpoint_pool"),
+        "batch_invariant",
     },
 }
 
@@ -95,13 +96,15 @@ def test_the_operators_take_the_arguments(op: str):
     taken = FIELDS.keys() - {
         "cp_context",
         "inplace_final_state",
-        *({"records", "commit", "num_committed", "parents", "commit_path"} & NOT_TAKEN[op]),
+        *({"records", "commit", "num_committed", "parents", "commit_path", "batch_invariant"} & NOT_TAKEN[op]),
     }
     row = _schemas.OPERATORS[op]
+    assert row.options == (*_schemas.OPTION_NAMES, *({"batch_invariant"} - NOT_TAKEN[op]))
+    assert {*row.options} <= {*row.functional.names} & {*row.backward.names}
     assert {*row.writing.names} == taken | {"pool", "backend"}
     assert {*row.functional.names} - {"backend", "save_for_backward", "intermediate_states_dtype"} == {
         *_schemas.TENSOR_NAMES,
-        *_schemas.OPTION_NAMES,
+        *row.options,
     }
     bound = row.writing.bind((), {})
     for name in bound.keys() & FIELDS:

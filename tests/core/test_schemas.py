@@ -76,6 +76,10 @@ PINNED[2] |= {
         'bool state_v_first=False, int pad_slot_id=-1, str backend="", Tensor? path=None) -> ()'
     ),
 }
+PINNED[3] = PINNED[2] | {
+    name: PINNED[2][name].replace(") -> (Tensor", ", bool batch_invariant=False) -> (Tensor")
+    for name in ("chunk_kda", "chunk_kda_", "chunk_kda_backward")
+}
 
 
 def registered() -> dict[str, str]:

@@ -88,6 +88,7 @@ BAD = {
     "option": ({"chunk_size": 48}, "ValueError: chunk_size: expected one of"),
     "pool": ({"ssm_state_indices": torch.tensor([0])}, "UnsupportedCall: chunk_kda: ssm_state_indices is not served"),
     "flags": ({"has_initial_state": torch.tensor([True])}, "UnsupportedCall: chunk_kda: has_initial_state is not"),
+    "invariance": ({"batch_invariant": True}, "UnsupportedCall: chunk_kda: batch_invariant is not served with cp_cont"),
     "out": ({"out": torch.zeros(1, 32, 4, 6).double()}, "UnsupportedCall: chunk_kda: out is not served"),
     "state": ({"initial_state": torch.zeros(2, 4, 8, 6).double()}, "ValueError: initial_state: expected shape [N, HV"),
     "bounds": ({"cu_seqlens": torch.tensor([0, 31, 32])}, "ValueError: cu_seqlens: expected None with cp_context"),

@@ -221,6 +221,8 @@ def segment_rows(request: Request, target: Architecture) -> int:
         return 0
     if request.inplace_final_state or request.ssm_state_indices is not None or request.return_intermediate_states:
         return 0
+    if request.batch_invariant:
+        return 0
     VP = padded(request.V)
     block = min(config("recurrence", target, q.dtype, padded(request.K)).block, VP)
     programs = request.HV * VP // block

@@ -53,6 +53,7 @@ OPTIONS = {
     "cu_seqlens": Option({"cu_seqlens": "bounds"}, Feature.VARLEN),
     "safe_gate": Option({"safe_gate": True}, Feature.SAFE_GATE, "bounded", effect=False),
     "disable_recompute": Option({"disable_recompute": True}, Feature.DISABLE_RECOMPUTE, effect=False),
+    "batch_invariant": Option({"batch_invariant": True}, Feature.BATCH_INVARIANT, effect=False),
     "chunk_size": Option({"chunk_size": 32}, Feature.CHUNK_32, effect=False),
     "return_intermediate_states": Option(
         {"return_intermediate_states": True}, Feature.INTERMEDIATE_STATES, effect=False
@@ -74,7 +75,9 @@ _TENSORS = {
     "bias": torch.linspace(-1, 1, 64),
     "bounds": torch.tensor([0, 30, 70], dtype=torch.int32),
 }
-_NOT_FOR_DECODING = ("cu_seqlens", "safe_gate", "disable_recompute", "chunk_size", "return_intermediate_states")
+_NOT_FOR_DECODING = (
+    *("cu_seqlens", "safe_gate", "disable_recompute", "batch_invariant", "chunk_size", "return_intermediate_states"),
+)
 
 
 def _calls(option: Option) -> tuple[Call, Call]:

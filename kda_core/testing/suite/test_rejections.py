@@ -60,6 +60,7 @@ CALLS: dict[Feature, Callable[[str], Smallest]] = {
     Feature.SAFE_GATE: lambda op: _smallest(decay="bounded", options={"safe_gate": True}),
     Feature.CHUNK_32: lambda op: _smallest(options={"chunk_size": 32}),
     Feature.DISABLE_RECOMPUTE: lambda op: _smallest(options={"disable_recompute": True}),
+    Feature.BATCH_INVARIANT: lambda op: _smallest(options={"batch_invariant": True}),
     Feature.OUT: lambda op: _smallest(lambda near: replace(near.call(), given_out=True), op=op),
     Feature.STRIDED_INPUT: lambda op: _smallest(op=op, strided=frozenset({"q"})),
 }

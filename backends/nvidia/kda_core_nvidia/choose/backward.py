@@ -183,11 +183,14 @@ LEAST_PAIRED, LEAST_SHORT = 128, 786432
 def gradients_persistent(r: Request, rows: int) -> bool:
     """Whether ``gradients_hopper_persistent`` serves a call that ``gradients_hopper`` serves.
 
-    Dense calls of whole pairs lose only where they have fewer than there are multiprocessors, 3 µs of 100.
+    Dense calls of whole pairs lose only where they have fewer than there are multiprocessors, 3 µs of 100. The two have
+    other bits, and which serves follows from the batch: ``batch_invariant`` leaves all calls to the other.
 
     Args:
         rows: of a sequence, whose segments ``r`` may have, or of all that are packed, times heads.
     """
+    if r.batch_invariant:
+        return False
     whole = r.cu_seqlens is None and r.T % (2 * CHUNK) == 0
     bounded = decays_bounded(r)
     if whole:

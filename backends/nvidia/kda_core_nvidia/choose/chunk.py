@@ -357,6 +357,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
     r = request
     if r.q.dtype.itemsize != 2 or r.return_intermediate_states or r.disable_recompute:
         return 0
+    if r.batch_invariant:
+        return 0
     hopper = cut_on_hopper(r, chip)
     prefill = not (r.save_for_backward or r.saved or r.needs_grad)
     if several(r):
@@ -408,7 +410,8 @@ def saved_slots(request: Request) -> int:
 
     Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
     """
-    if request.B == 1 and request.cu_seqlens is None and LARGEST_CHIP // _programs(request) > 1:
+    may_cut = request.B == 1 and request.cu_seqlens is None and not request.batch_invariant
+    if may_cut and LARGEST_CHIP // _programs(request) > 1:
         return request.T // CHUNK + request.T // LEAST_ROWS_HOPPER + 2
     return max(1, slots(request))
 
@@ -426,6 +429,8 @@ def starts_shape(r: Request) -> tuple[int, ...]:
     As for ``saved_slots`` it does not depend on the device: at most 66 states.
     """
     if r.B != 1 or r.cu_seqlens is not None or r.disable_recompute or r.q.dtype != torch.bfloat16:
+        return ()
+    if r.batch_invariant:
         return ()
     count = most_segments(r) if r.K == r.V == 128 else 0
     return (count, r.HV, r.V, r.K) if cutting_pays(r, count) else ()
