@@ -1,4 +1,4 @@
-"""One long sequence with few heads, cut into segments that the recurrences run side by side.
+"""Long sequences with few heads, cut into segments that the recurrences run side by side.
 
 A recurrence takes the same time for a chunk whether one head runs or a hundred. Over a segment the state changes by
 S' = M S + b, with a matrix M [K, K] for each head: M is the recurrence's result for the identity without values, b its
@@ -11,10 +11,9 @@ result for a zero state with them. Three steps replace the recurrence:
 The backward does the same from the end: the gradient of the state goes through Mᵀ, and each segment's own outputs add
 to it what the reverse recurrence finds.
 
-This takes three times the arithmetic. It pays where a recurrence would leave most of the chip idle. Only calls of one
-dense sequence are cut, by their length and heads alone, and neither with a pool nor with intermediate states, nor with
-``batch_invariant``: packed and batched sequences keep their bits whatever they travel with, and the host never waits
-for lengths.
+This takes three times the arithmetic. It pays where a recurrence would leave most of the chip idle. Shapes alone decide,
+since the host never waits for lengths. Calls with intermediate states or ``batch_invariant`` are never cut, and some
+backends only cut one dense sequence.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def cut(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_segments_of_several_sequences(found, name: str):
-    """Each sequence has one, and skipped ones none; its last state is stored once, in the place that it is asked for."""
+    """Each sequence has one, and skipped ones none; its last state is stored once, where the call asks for it."""
     bounds, more = SEGMENTS[name]
     ends = [100, 200, 300] if bounds is None else bounds[1:]
     places, whose, own, last = found[f"segments, {name}"]

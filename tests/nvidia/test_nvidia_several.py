@@ -60,7 +60,7 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
 
 
 def test_segments_fill_the_chip_once():
-    """With 16 heads four segments have a program of 64 channels for nearly every multiprocessor, and one has no rows."""
+    """Four segments of 16 heads have a program of 64 channels for nearly every multiprocessor; a fifth has no rows."""
     choice = choose_forward(metadata(request(1, H=16)), CHIPS[90])
     assert choice.recurrence == hopper_config("recurrence", CHIPS[90], 128, 128, 4 * 16)
 
@@ -75,7 +75,9 @@ def test_the_join_has_room_for_all_segments(H: int):
             assert join.grid[2] <= most_of_several(H) + 1
 
 
-@pytest.mark.parametrize("r", [request(2), pooled(request(2)), pooled(request()), request(B=2, output_final_state=True)])
+@pytest.mark.parametrize(
+    "r", [request(2), pooled(request(2)), pooled(request()), request(B=2, output_final_state=True)]
+)
 def test_states_come_from_the_call_and_go_where_it_asks(r: Request):
     plan = plan_of(r, CHIPS[90])
     assert plan.kernels == (
@@ -90,8 +92,12 @@ def test_states_come_from_the_call_and_go_where_it_asks(r: Request):
     assert (final and final.source) == written
     assert (recurrence["final_indices"] is None) == (final is None)
     # Skipped sequences are skipped by both.
-    assert prepare["indices"] == recurrence["indices"] == join["states"]._replace(
-        source="own of segments", shape=prepare["indices"].shape, strides=(1,), dtype=torch.int64
+    assert (
+        prepare["indices"]
+        == recurrence["indices"]
+        == join["states"]._replace(
+            source="own of segments", shape=prepare["indices"].shape, strides=(1,), dtype=torch.int64
+        )
     )
 
 

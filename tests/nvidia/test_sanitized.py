@@ -79,6 +79,9 @@ CASES = [
     Case(name="segments", T=4130, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
     # Segments of one length, of which some are forgotten by the next.
     Case(name="segments, mixed decays", T=4096, H=1, K=128, dtype=BF16, decay="isolated", state=FP32, backward=True),
+    # Packed ones, and a batch, of which a forward is cut.
+    Case(name="segments, packed", T=9300, lengths=(4130, 5000), H=1, K=128, dtype=BF16, decay="slow", state=FP32),
+    Case(name="segments, batch", B=2, T=3100, H=1, K=128, dtype=BF16, decay="slow", state=FP32),
     # Enough heads that the recurrence runs beside prepare.
     Case(name="16 heads", T=1060, H=16, K=128, gate="softplus", **BFLOAT16, **RAW),
     Case(name="tokens", B=3, T=7, gate="lower bound", **STEP),
@@ -91,6 +94,7 @@ POOLS = [
     Case(name="pool, 20 heads, pairs", T=260, lengths=(64, 0, 66, 63, 65), HV=20, K=128, **BFLOAT16, state=FP32).having(
         options={"state_v_first": True}
     ),
+    Case(name="pool, segments", T=9300, lengths=(4130, 60, 5000), H=1, K=128, dtype=BF16, state=BF16),
     Case(name="pool, V first, states", T=140, lengths=BOUNDARIES, HV=4, K=64, dtype=BF16, state=BF16).having(
         options={"state_v_first": True, "return_intermediate_states": True}
     ),
