@@ -11,9 +11,9 @@ result for a zero state with them. Three steps replace the recurrence:
 The backward does the same from the end: the gradient of the state goes through Mᵀ, and each segment's own outputs add
 to it what the reverse recurrence finds.
 
-This takes three times the arithmetic. It pays where a recurrence would leave most of the chip idle. Shapes alone decide,
-since the host never waits for lengths. Calls with intermediate states or ``batch_invariant`` are never cut, and some
-backends only cut one dense sequence.
+This takes three times the arithmetic. It pays where a recurrence would leave most of the chip idle. Shapes alone
+decide, since the host never waits for lengths. Calls with intermediate states or ``batch_invariant`` are never cut, and
+some backends only cut one dense sequence.
 """
 
 from __future__ import annotations

@@ -28,6 +28,10 @@ DIGESTS = {
     "chunk_kda_packed.v2.pt2": "976b3247c7461e66051c8ae4bbb1842ba3b3eaba08579a757f968160994c6fe5",
     "fused_recurrent_kda_pool.v2.pt2": "d4d8805ab4d03c02697d871c6770cb7fdd5977ccec1884b0d073ba9b8f388abe",
     "kda_gate.v2.pt2": "24f446dea911bb50b069a67acd75dd7eb4b93d28eb44712a939d54fd7052ec5e",
+    "chunk_kda_dense.v3.pt2": "302249ad0d3671115032b89b426e1e01c5e4faa2a588a384063817bb56000c47",
+    "chunk_kda_packed.v3.pt2": "17e56d99972575d91dcdc337ea3606b3ec39fb2bdf8a0131106712dabcabe16c",
+    "fused_recurrent_kda_pool.v3.pt2": "97f7472707fce6ecafe0fb5d1f27fea3d183878a4972eb53351ccb914fd216c5",
+    "kda_gate.v3.pt2": "ed10c14c3ccdea64e396a5fc0ac82e547785b056591b0eb9937c317d8753e28c",
 }
 
 

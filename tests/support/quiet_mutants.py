@@ -31,6 +31,20 @@ def another_kernel_for_many_sequences(r, result):
     return replace(result, o=torch.nextafter(result.o, torch.zeros_like(result.o)))
 
 
+@answered
+def batch_invariance_not_kept(r, result):
+    """With batch_invariant, calls of more than one sequence take another kernel, with other last bits."""
+    if r.batch_invariant and r.N > 1:
+        return replace(result, o=torch.nextafter(result.o, torch.zeros_like(result.o)))
+
+
+@gradients
+def batch_invariance_of_outputs_alone(r, grads):
+    """The same fault in dq: the backward's kernel is chosen by the batch."""
+    if r.batch_invariant and r.N > 1 and "q" in grads:
+        grads["q"] = torch.nextafter(grads["q"], torch.zeros_like(grads["q"]))
+
+
 @asked
 def has_initial_state_ignored(r):
     """Sequences that are to start from zero read their slot."""

@@ -12,6 +12,7 @@ from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import each_tagged, requires, slow
+from kda_core.testing.subject import Subject
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
@@ -65,7 +66,10 @@ def test_packed_neighbours(kda):
 
 
 def _with_sequences(call: Call, chosen: list[int]) -> Call:
-    """A packed call of these sequences of it alone."""
+    """A call of these sequences of it alone, packed or dense as it is."""
+    if "cu_seqlens" not in call.tensors:
+        own = {n: t[chosen].contiguous() for n, t in call.tensors.items()}
+        return replace(call, tensors=own, grads={n: t[chosen] for n, t in call.grads.items()})
     lengths = call.lengths()
     starts = [sum(lengths[:n]) for n in chosen]
     rows = torch.cat([torch.arange(a, a + lengths[n]) for n, a in zip(chosen, starts, strict=True)])
@@ -74,6 +78,26 @@ def _with_sequences(call: Call, chosen: list[int]) -> Call:
     ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0)
     grads = {n: t[:, rows] if n == "o" else t[chosen] for n, t in call.grads.items()}
     return replace(call.having(**own, cu_seqlens=ends.to(torch.int32)), grads=grads)
+
+
+def _layout(lengths: tuple[int, ...]) -> str:
+    return "packed" if lengths else "dense"
+
+
+def _check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
+    """Every sequence has the bits in a call of a few chosen ones that it has in the whole call."""
+    many, lengths, packed = kda.run(call), call.lengths(), "cu_seqlens" in call.tensors
+    for chosen in companies:
+        found = kda.run(_with_sequences(call, chosen))
+        at = 0
+        for i, n in enumerate(chosen):
+            start, rows = sum(lengths[:n]), lengths[n]
+            for name, got in found.items():
+                by_sequence = name.endswith("state") or not packed
+                own = got[i] if by_sequence else got[:, at : at + rows]
+                expected = many[name][n] if by_sequence else many[name][:, start : start + rows]
+                assert same_bits(own, expected), f"{name} of sequence {n} among {chosen}"
+            at += rows
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
@@ -85,19 +109,19 @@ def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
     lengths = (130, 1, *(3,) * 40, 33)
     fields = {"op": op, "H": 4, "l2norm": True, "backward": op == "chunk_kda"}
     call = Case(name=f"company {op} {dtype}", T=sum(lengths), lengths=lengths, **PLAIN[dtype] | fields).call()
-    many = kda.run(call)
     last = len(lengths) - 1
-    for chosen in ([0], [last], [last, 1, 0, 2]):
-        found = kda.run(_with_sequences(call, chosen))
-        at = 0
-        for i, n in enumerate(chosen):
-            start, rows = sum(lengths[:n]), lengths[n]
-            for name, got in found.items():
-                by_sequence = name.endswith("state")
-                own = got[i] if by_sequence else got[:, at : at + rows]
-                expected = many[name][n] if by_sequence else many[name][:, start : start + rows]
-                assert same_bits(own, expected), f"{name} of sequence {n} among {chosen}"
-            at += rows
+    _check_company(kda, call, [0], [last], [last, 1, 0, 2])
+
+
+@requires(Feature.CHUNK, Feature.BATCH_INVARIANT)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("lengths", [(), pytest.param((130, 1, 5, 64), marks=requires(Feature.VARLEN))], ids=_layout)
+def test_batch_invariant(kda, lengths: tuple[int, ...], dtype: torch.dtype):
+    """With batch_invariant a sequence, dense or packed, has the same bits alone and in a batch, gradients included."""
+    fields = {"lengths": lengths, "T": 200} if lengths else {"B": 4, "T": 130}
+    fields |= {"l2norm": True, "backward": True, "options": {"batch_invariant": True}}
+    call = Case(name=f"batch invariant {len(lengths)} {dtype}", **PLAIN[dtype] | fields).call()
+    _check_company(kda, call, [0], [3], [3, 1])
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
