@@ -215,6 +215,7 @@ whole = [
     dict(cu_seqlens=bounds),
     dict(cu_seqlens=bounds, cu_seqlens_cpu=bounds),
     dict(return_intermediate_states=True),
+    dict(batch_invariant=True),
     pool,
 ]
 for call in whole:

@@ -78,6 +78,28 @@ def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V, dtype):
         assert_equal(grads, {name: packed_grads[name][:, start:end] for name in grads})
 
 
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 33, 130])
+@pytest.mark.parametrize(("K", "V"), [(12, 10), (1, 17), (33, 5), (128, 64)])
+def test_a_sequence_of_a_dense_batch_does_not_depend_on_the_others(K, V, T, dtype):
+    """More states than one group of lanes has (``batch_invariant``): outputs, final states and gradients."""
+    names = ("q", "k", "v", "g", "beta")
+    r = make_request(B=18, T=T, H=1, HV=4, K=K, V=V, dtype=dtype, batch_invariant=True)
+    whole, expected, backward = gradients(r, (*names, "initial_state"))
+    run, back = hooks(CHUNK)
+    for n in (0, 17):
+        row = slice(n, n + 1)
+        own = {name: getattr(r, name)[row] for name in (*names, "initial_state")}
+        alone = replace(r, **own, save_for_backward=True)
+        result = run(alone)
+        assert torch.equal(result.o, whole.o[row])
+        assert torch.equal(result.final_state, whole.final_state[row])
+        asked = {name: getattr(backward, name)[row] for name in ("grad_o", "grad_final_state")}
+        found = back(replace(alone, saved=result.saved, needs_grad=backward.needs_grad, **asked)).grads
+        assert_equal(found, {name: expected[name][row] for name in found})
+
+
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize(("K", "V"), [(64, 5), (33, 10), (33, 31), (128, 65)])

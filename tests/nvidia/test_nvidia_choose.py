@@ -33,6 +33,7 @@ from kda_core_nvidia.choose.chunk import (
     prepare_config,
     row_aligned,
     split_scale,
+    saved_slots,
     starts_shape,
 )
 from kda_core_nvidia.choose.forward import recurrence_config
@@ -143,6 +144,8 @@ def test_long_sequences_of_few_heads_are_cut():
         request(T=8192, B=2, dtype=FP16),
         request(T=8192, dtype=FP32),
         request(T=8192, disable_recompute=True),
+        request(T=8192, batch_invariant=True),
+        request(T=65536, dtype=FP16, batch_invariant=True),
         request(T=8192, cu_seqlens=torch.empty(2, dtype=torch.int32, device="meta"), dtype=FP16),
     ):
         assert forward_on(90, other).segment_rows == 0
@@ -220,11 +223,13 @@ def test_what_is_saved_of_segments_does_not_depend_on_the_chip():
     assert starts_shape(metadata(request(T=10**6, H=1))) == (66, 1, 128, 128)
     bounds = torch.empty(2, dtype=torch.int32, device="meta")
     never: list[dict[str, Any]] = [{"T": 4095}, {"H": 17}, {"B": 2}, {"K": 64}, {"dtype": FP16}, {"cu_seqlens": bounds}]
-    for other in (*never, {"disable_recompute": True}):
+    for other in (*never, {"disable_recompute": True}, {"batch_invariant": True}):
         assert starts_shape(metadata(request(**({"T": 8192} | other)))) == (), other
     for T, H in ((4096, 1), (8256, 3), (10**6, 16), (10**6, 1)):
         r = request(T=T, H=H)
         assert -(-T // forward_on(90, r).segment_rows) <= starts_shape(metadata(r))[0]
+    for T in (1, 8256):
+        assert saved_slots(metadata(request(T=T, batch_invariant=True))) == -(-T // 32)
 
 
 def test_wide_heads_run_by_turns_or_by_halves():
@@ -292,6 +297,7 @@ def test_gradients_take_pairs_of_slots():
         {"g": wide_gate},
         {"q": few_heads, "k": few_heads},
     ]
+    others += [{"T": T, "H": 64, "batch_invariant": True} for T in (8192, 8200)]
     others = [{"safe_gate": True} | other for other in others]
     for other in others:
         assert kind(**other) is GradientsHopperConfig, other
