@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 import numpy as np
 import pytest
 import torch
+from toys import Watcher
 
 import kda_core
 from kda_core import _explain, _schemas, api
@@ -217,3 +218,43 @@ def test_parameters_of_the_gate_may_have_dimensions_of_size_1(op: str, bias: tup
         assert [grad.shape for grad in grads] == [A_log.shape, dt_bias.shape]
         results.append([o, *(grad.flatten() for grad in grads)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _compiled(step):
+    torch._dynamo.reset()
+    return torch.compile(step, backend="aot_eager", fullgraph=True)
+
+
+WAYS = {
+    "eager": lambda step: step,
+    "compiled": _compiled,
+    "grad": torch.func.grad,
+    "vmap": lambda step: lambda *inputs: torch.func.vmap(torch.func.grad(step))(*(t[None] for t in inputs)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("invariant", [True, False])
+def test_batch_invariant_reaches_both_directions(way: str, invariant: bool):
+    """A forward that saves what its backward does not expect would be an error at best."""
+
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        return kda_core.chunk_kda(*inputs, batch_invariant=invariant)[0].square().sum()
+
+    inputs = [t.detach().requires_grad_(way in ("eager", "compiled")) for t in right_call("chunk_kda").values()]
+    function = WAYS[way](step)
+    with Watcher() as requests:
+        for _ in range(2):  # the second repeats the first
+            found = function(*inputs)
+            if inputs[0].requires_grad:
+                found.backward()
+    seen = [(r.grad_o is not None, r.batch_invariant) for r in requests]
+    assert set(seen) == {(False, invariant), (True, invariant)}
+    assert seen.count((True, invariant)) == 2
+
+
+def test_batch_invariant_reaches_a_call_over_a_pool():
+    with Watcher() as requests, torch.no_grad():
+        for call in (kda_core.chunk_kda, _compiled(kda_core.chunk_kda)):
+            call(**right_call("chunk_kda", pool=True), batch_invariant=True)
+    assert [r.batch_invariant for r in requests] == [True, True]

@@ -32,8 +32,8 @@ from kda_core_nvidia.choose.chunk import (
     hopper_config,
     prepare_config,
     row_aligned,
-    split_scale,
     saved_slots,
+    split_scale,
     starts_shape,
 )
 from kda_core_nvidia.choose.forward import recurrence_config
