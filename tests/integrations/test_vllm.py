@@ -40,6 +40,7 @@ _root = Path(importlib.util.find_spec("vllm").origin).parent
 sys.modules["vllm.models.glm5next"] = ModuleType("vllm.models.glm5next")
 sys.modules["vllm.models.glm5next"].__path__ = [str(_root / "models" / "glm5next")]
 
+from toys import Watcher
 from vllm_layers import SITES, Layer, StateCopies
 
 
@@ -300,16 +301,21 @@ def test_steps_and_drafts_of_a_layer_stay_in_the_pool(ours, monkeypatch, name):
     assert len(counted.pools) == 2
 
 
-def test_prompts_on_amd_gpus_stay_in_the_pool(monkeypatch):
-    """ROCm's layer goes through ``chunk_kda_prefill``, which takes the function and the gather by name."""
+@pytest.mark.parametrize("invariant", [False, True])
+def test_prompts_on_amd_gpus_stay_in_the_pool(monkeypatch, invariant: bool):
+    """ROCm's layer goes through ``chunk_kda_prefill``, which takes the function and the gather by name.
+
+    vLLM's own switch asks for bits that do not depend on the batch.
+    """
     from vllm.models.kimi_k3.amd.ops.kda_prefill import chunk_kda_prefill
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
     assert kda_core_vllm.install("kimi_k3")
     x, out = draw(20), torch.empty(1, 20, H, D)
     pool = x["pool"].clone()
-    with StateCopies(pool) as counted:
+    with StateCopies(pool) as counted, Watcher() as requests:
         chunk_kda_prefill(
             x["q"], x["k"], x["v"], x["g"], x["beta"], x["A_log"], x["bias"], lower_bound=-5.0, state_cache=pool,
             state_indices=torch.tensor([3]), has_initial_state=torch.tensor([True]), out=out,
@@ -320,6 +326,7 @@ def test_prompts_on_amd_gpus_stay_in_the_pool(monkeypatch):
     close(out[0], own)
     close(pool[3], states[-1])
     assert counted.bytes == 0
+    assert [r.batch_invariant for r in requests] == [invariant]
 
 
 def test_others_find_copies_where_kda_core_finds_the_pool(ours, monkeypatch):

@@ -17,7 +17,6 @@ import kda_core
 from kda_core.integrations import admit, expect_models
 
 __version__ = "0.1.0"
-
 RENAMED = {"raw_g": "g", "raw_beta": "beta", "g_bias": "dt_bias", "a_log": "A_log"}
 RENAMED |= {"compute_gate": "use_gate_in_kernel", "sigmoid_beta": "use_beta_sigmoid_in_kernel"}
 RENAMED |= dict.fromkeys(("chunk_indices", "chunk_offsets", "uniform_sequence_length", "fuse_gate"), "hint")
@@ -73,6 +72,7 @@ def serve(operator, stock):
 
 
 def prefill(initial_state=None, output_final_state=False, **given):
+    given["batch_invariant"] = os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
     if not isinstance(initial_state, Rows):
         return kda_core.chunk_kda(initial_state=initial_state, output_final_state=output_final_state, **given)
     given |= {"ssm_state_indices": initial_state.slots, "has_initial_state": initial_state.has_initial_state}
