@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 KIT = ("-p", "kda_core.testing.plugin", "--pyargs", "kda_core.testing.suite")
 OWN = {
     "nvidia": (
-        "hopper", "prepare_hopper", "gradients_hopper", "segments_hopper", "several_hopper", "kept_states", "step",
-        "draft", "layer_step", "accuracy", "halves", "decode",
+        "hopper", "prepare_hopper", "gradients_hopper", "segments_hopper", "several_hopper", "invariant", "kept_states",
+        "step", "draft", "layer_step", "accuracy", "halves", "decode",
     )
 }  # fmt: skip
 """Names of a backend's own test files that need a GPU, without ``test_nvidia_``."""
