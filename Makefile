@@ -5,10 +5,14 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BACKENDS ?= cpu
 BACKEND ?= cpu
-WORKERS ?= 2
+# One more than two cores: tests of several processes wait for one another.
+WORKERS ?= 3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+
+# With it every process would compile the modules of torch anew, for four seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 DIST := dist
 STAMPS := $(VENV)/.stamps

@@ -66,6 +66,7 @@ def test_the_layer_of_transformers_has_the_same_results():
     torch.testing.assert_close(first["training step"]()[0], second["training step"]()[0])
 
 
+@pytest.mark.end_to_end  # fla's models import for seconds
 def test_the_decays_parameters_of_the_other_layer_stay_float32():
     pytest.importorskip("fla")
     theirs = layer.fla_layer(layer.KimiDeltaAttention(24, head_dim=8, num_heads=3, dtype=torch.bfloat16))

@@ -15,7 +15,10 @@ from kda_core.testing.suite.test_random import drawn
 from kda_core.testing.targets import Target
 
 
-@pytest.mark.parametrize("part", range(6))
+FEW, MORE = range(3), range(3, 6)
+
+
+@pytest.mark.parametrize("part", [*FEW, *(pytest.param(part, marks=pytest.mark.end_to_end) for part in MORE)])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("op", "most"), [("chunk_kda", 70), ("fused_recurrent_kda", 40)])
 def test_random_calls_equal_the_oracle(op: str, most: int, backward: bool, part: int):

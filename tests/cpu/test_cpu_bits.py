@@ -79,9 +79,9 @@ def test_a_sequence_does_not_depend_on_its_neighbours(op, K, V, dtype):
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("T", [1, 33, 130])
-@pytest.mark.parametrize(("K", "V"), [(12, 10), (1, 17), (33, 5), (128, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 130])
+@pytest.mark.parametrize(("K", "V"), [(12, 10), (33, 5), (128, 64)])
 def test_a_sequence_of_a_dense_batch_does_not_depend_on_the_others(K, V, T, dtype):
     """More states than one group of lanes has (``batch_invariant``): outputs, final states and gradients."""
     names = ("q", "k", "v", "g", "beta")

@@ -18,7 +18,7 @@ import kda_core
         *((kinds, "eager") for kinds in (["batch"], ["heads"], ["batch", "heads"], ["heads", "heads"])),
         # Gradients of parameters were summed over ranks that all had the whole.
         *((kinds, "eager") for kinds in (["nothing"], ["nothing", "batch"], ["heads", "nothing"])),
-        (["heads"], "compiled"),
+        pytest.param(["heads"], "compiled", marks=pytest.mark.end_to_end),
     ],
 )
 def test_shards_are_the_whole(ranks, kinds, how):
