@@ -14,8 +14,7 @@ from kda_core.testing.subject import Subject
 from kda_core.testing.suite.test_random import drawn
 from kda_core.testing.targets import Target
 
-
-FEW, MORE = range(3), range(3, 6)
+FEW, MORE = range(2), range(2, 6)
 
 
 @pytest.mark.parametrize("part", [*FEW, *(pytest.param(part, marks=pytest.mark.end_to_end) for part in MORE)])

@@ -27,6 +27,7 @@ def packed(*lengths: int, rest: int = 0, **options) -> Request:
     return request(B=1, T=sum(lengths) + rest, cu_seqlens=bounds, **options)
 
 
+@pytest.mark.end_to_end
 def test_the_host_side_imports_no_triton():
     names = ", ".join(
         f"kda_core.triton_lib.{name}" for name in ("addresses", "arguments", "layout", "lift", "plan", "segments")
