@@ -246,8 +246,12 @@ def of_lengths() -> dict[str, Any]:
         out = torch.empty(1, T, 2, 64).bfloat16()
         return chunk(inputs(1, T), cu_seqlens=bounds(T, N), **slots, **parameters(), out=out)
 
-    def state(N: int) -> dict[str, Any]:
-        return {"initial_state": torch.zeros(N, 2, 64, 64), "output_final_state": True}
+    def prompts_cut(B: int, T: int, N: int) -> Any:
+        slots = {"ssm_state_indices": torch.arange(N), "initial_state": torch.zeros(40, 1, 128, 128)}
+        return chunk(inputs(1, 99 * T, 1, 128), cu_seqlens=bounds(99 * T, N), **slots)
+
+    def state(N: int, K: int = 64) -> dict[str, Any]:
+        return {"initial_state": torch.zeros(N, 2, K, K), "output_final_state": True}
 
     def sliced(B: int, T: int, N: int) -> Any:
         a = inputs(B, T)
@@ -269,6 +273,8 @@ def of_lengths() -> dict[str, Any]:
             inputs(1, 64 * (2 + T % 16), 32, 128), True, safe_gate=True, disable_recompute=True
         ),
         "training, cut": lambda B, T, N: chunk(inputs(1, 40 * T, 2, 128), True),
+        "prompts, cut": prompts_cut,
+        "batch, cut": lambda B, T, N: chunk(inputs(B, 40 * T, 2, 128), **state(B, 128)),
         "token by token": lambda B, T, N: fused_recurrent_kda(**inputs(B, T), **state(B)),
         "gate": lambda B, T, N: kda_gate(inputs(B, T)["g"], lower_bound=-5.0),
     }

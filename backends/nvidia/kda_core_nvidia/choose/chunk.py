@@ -380,6 +380,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
 def most_each(r: Request, chip: Chip) -> int:
     """Segments of each sequence of a batch, or of all that are packed as if they were one; 0: it is not cut."""
     packed = r.cu_seqlens is not None
+    if not r.N:
+        return 0
     # Lengths of packed sequences are on the GPU: those that are all of the same length shall not lose.
     if r.T < LEAST_TOTAL_PREFILL * (r.N if packed else 1) or r.N > MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)):
         return 0
