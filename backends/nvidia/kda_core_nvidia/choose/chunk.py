@@ -355,9 +355,7 @@ def several(r: Request) -> bool:
 def segment_rows(request: Request, chip: Chip) -> int:
     """Rows of each segment of a call, or 0 when it is not cut: long calls with few sequences and heads."""
     r = request
-    if r.q.dtype.itemsize != 2 or r.return_intermediate_states or r.disable_recompute:
-        return 0
-    if r.batch_invariant:
+    if r.q.dtype.itemsize != 2 or r.return_intermediate_states or r.disable_recompute or r.batch_invariant:
         return 0
     hopper = cut_on_hopper(r, chip)
     prefill = not (r.save_for_backward or r.saved or r.needs_grad)
@@ -438,10 +436,14 @@ def starts_shape(r: Request) -> tuple[int, ...]:
     return (count, r.HV, r.V, r.K) if cutting_pays(r, count) else ()
 
 
+def lies_evenly(x: View) -> bool:
+    """Whether the rows of ``x`` [B, T, ..] lie evenly over all of B · T."""
+    return x.shape[0] == 1 or x.strides[0] == x.strides[1] * x.shape[1]
+
+
 def in_one(x: View) -> View:
     """``x`` [B, T, ..] as [1, B · T, ..], or the layout of such a copy."""
-    if x.shape[0] > 1 and x.strides[0] != x.shape[1] * x.strides[1]:
-        x = x.contiguous()
+    x = x if lies_evenly(x) else x.contiguous()
     rows = x.shape[0] * x.shape[1]
     return x._replace(shape=(1, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
 
@@ -458,7 +460,7 @@ def as_segments(request: Request, rows: int) -> Request:
     Segments of one length of one sequence are a batch; others are packed sequences.
     """
     names = ("q", "k", "v", "g", "beta", "grad_o")
-    if request.cu_seqlens is not None or several(request) or request.T % rows:
+    if several(request) or request.T % rows:
         parts = {n: in_one(x) for n in names if request.B > 1 and (x := getattr(request, n)) is not None}
         return changed(packed_segments(request, rows, v_first=True), **parts)
     parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}

@@ -243,7 +243,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     starts = b.result("starts", chunk.starts_shape(r), torch.float32) if keep and chunk.starts_shape(r) else None
     kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
     if choice.segment_rows and chunk.several(r):
-        if r.B > 1 and o.strides[0] != r.T * o.strides[1]:
+        if not chunk.lies_evenly(o):
             o = b.scratch("o", o.shape, o.dtype)
         prepared = _add_several(b, r, choice, o, final_state)
     elif choice.segment_rows:

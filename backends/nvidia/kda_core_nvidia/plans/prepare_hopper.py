@@ -9,7 +9,7 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.layout import CHUNK
 from kda_core.triton_lib.plan import Builder, Copy, Tile, View, matrix_tile, token_tile
-from kda_core_nvidia.choose.chunk import PrepareHopperConfig, row_aligned
+from kda_core_nvidia.choose.chunk import PrepareHopperConfig, lies_evenly, row_aligned
 from kda_core_nvidia.prepare_hopper import prepare_hopper
 
 CHANNELS = 64
@@ -27,7 +27,7 @@ def aligned(b: Builder, x: View) -> View:
 
 def one_token_axis(b: Builder, x: View) -> View:
     """``x`` [B, T, ..], copied where its rows do not lie evenly over all of B · T."""
-    return x if x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1] else b.dense(x)
+    return x if lies_evenly(x) else b.dense(x)
 
 
 def _chunks(x: View, count: int, by_rows: bool = False) -> Tile:
