@@ -119,7 +119,7 @@ def test_the_backward_takes_kernels_for_hopper():
 
     assert kinds(backward(T=4096, B=2)) == {HopperConfig}
     assert kinds(backward(T=33)) == {HopperConfig}
-    assert kinds(replace(backward(T=4096, B=2), grad_o=None)) == {BlockConfig}
+    assert kinds(replace(backward(T=2048, B=2), grad_o=None)) == {BlockConfig}
 
 
 def test_programs_of_the_backward_s_recurrences_share_multiprocessors():
@@ -221,8 +221,9 @@ def test_what_is_saved_of_segments_does_not_depend_on_the_chip():
     assert starts_shape(metadata(request(T=8192))) == (11, 4, 128, 128)
     assert starts_shape(metadata(request(T=8192, H=16))) == (4, 16, 128, 128)
     assert starts_shape(metadata(request(T=10**6, H=1))) == (66, 1, 128, 128)
-    bounds = torch.empty(2, dtype=torch.int32, device="meta")
-    never: list[dict[str, Any]] = [{"T": 4095}, {"H": 17}, {"B": 2}, {"K": 64}, {"dtype": FP16}, {"cu_seqlens": bounds}]
+    one, three = ({"cu_seqlens": torch.empty(N + 1, dtype=torch.int32, device="meta")} for N in (1, 3))
+    assert [starts_shape(metadata(request(T=8192, **more)))[0] for more in ({"B": 2}, one)] == [16, 12]
+    never: list[dict[str, Any]] = [{"T": 4095}, {"H": 17}, {"B": 5}, {"K": 64}, {"dtype": FP16}, three]
     for other in (*never, {"disable_recompute": True}, {"batch_invariant": True}):
         assert starts_shape(metadata(request(**({"T": 8192} | other)))) == (), other
     for T, H in ((4096, 1), (8256, 3), (10**6, 16), (10**6, 1)):

@@ -51,7 +51,7 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
     assert [rows(request(N, 16384, 8)) for N in (1, 2, 3)] == [2048, 2368, 0]
     # Three sequences of 3,072 rows on average.
     assert [rows(request(3, T, 2)) for T in (9215, 9216)] == [0, 768]
-    for other in ({"save_for_backward": True}, {"return_intermediate_states": True}, {"K": 64}, {"dtype": torch.half}):
+    for other in ({"return_intermediate_states": True}, {"K": 64}, {"dtype": torch.half}):
         assert rows(request(1, **other)) == 0, other
     assert [rows(request(B=B)) for B in (2, 4, 5)] == [1024, 2048, 0]
     nobody = [replace(request(), cu_seqlens=empty(1, dtype=torch.int32)), pooled(request(B=0))]

@@ -129,11 +129,12 @@ def paired_case(gate: str) -> Case:
 
 
 def several_cases(gate: str = "bounded") -> list[Case]:
-    """Prefills that are cut into segments: packed ones, with a pool or without, and a batch."""
+    """Several sequences that are cut into segments: prefills, packed or a batch, with a pool or without, and steps."""
     case = chunk_case(BF16, 128, 128, 4, gate, T=LONG).having(backward=False, tags=frozenset())
     packed = case.having(name=f"{case.name}, packed", lengths=(LONG - 100, 100))
     pool = packed.having(name=f"{case.name}, pool", tags=frozenset({"pool"}), options={"state_v_first": True})
-    return [packed, served(packed), pool.having(state=BF16), case.having(name=f"{case.name}, batch", B=2)]
+    found = [packed, served(packed), pool.having(state=BF16), case.having(name=f"{case.name}, batch", B=2)]
+    return found + [x.having(name=f"{x.name}, step", backward=True) for x in (found[0], found[-1])]
 
 
 def kept_cases() -> list[Case]:

@@ -73,12 +73,16 @@ def join_hopper(
     i_n = gl.to_tensor(0).to(gl.int64)
     begins = i_s == 0
     if sequences is not None:
-        here = gl.load(sequences + o_t, mask=o_t < last, other=-1)
-        gone = gone | (here != gl.load(sequences + o_t + 1, mask=o_t < last, other=-1)).to(gl.int32)
-        i_n = gl.load(sequences + i_s)
+        here = gl.load(sequences + at_t, mask=o_t < last, other=-1)
+        gone = gone | (here != gl.load(sequences + at_t + 1, mask=o_t < last, other=-1)).to(gl.int32)
+        if REVERSE:
+            at, before = last - i_s, last - i_s + 1
+        else:
+            at, before = i_s, i_s - 1
+        i_n = gl.load(sequences + at)
         if i_n < 0:
             return
-        begins = i_n != gl.load(sequences + i_s - 1, mask=i_s > 0, other=-1)
+        begins = i_n != gl.load(sequences + before, mask=i_s > 0, other=-1)
     if (i_s > 0) & (gl.sum(gl.where(o_t == i_s - 1, gone, 0), 0) == 0):
         return
     end = gl.minimum(gl.min(gl.where((o_t >= i_s) & (gone != 0), o_t, MOST), 0), last)

@@ -88,9 +88,9 @@ def _step_forwards(
 def _multiply_forwards(
     W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer,
     BR: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-    EVERY: gl.constexpr,
+    TAILS: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply for ``reverse_transitions_hopper``."""
+    """The warps that multiply for ``reverse_transitions_hopper``; TAILS: rows behind a segment's may be another's."""
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = ka_buffer.dtype
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
@@ -121,7 +121,7 @@ def _multiply_forwards(
         )  # fmt: skip
         j += 1
     last = (j + STAGES - 1) % STAGES
-    if EVERY:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
+    if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
         if length < j * C:
             transitions.keep_rows(o_buffer.index(last), length - (n - 1) * C, C, V)
     a = warpgroup_mma(rows, o_buffer.index(last), a, is_async=True)
@@ -142,6 +142,7 @@ def reverse_transitions_hopper(
     additions,  # a of the same, in float32, [count - 1, HV, KP, V]; no final state's gradient enters
     forgotten,  # int32 [count - 1, HV, KP / BR]; None with EVERY
     cu_seqlens,  # as for transitions_hopper
+    sequences,  # [count] int64: whose a segment is, of which the first has no transitions; or None
     T,  # all rows; with EVERY those of a segment of a batch
     chunks,  # of a segment; the last one may have fewer
     spare,  # slots between two segments that hold nothing
@@ -169,11 +170,16 @@ def reverse_transitions_hopper(
         n = (length + C - 1) // C
     else:
         i_n = i_nh // HV + 1
-        slot0 = i_n * (chunks + spare)
-        row0 = i_n * chunks * C
-        left_over = T - row0
-        n = gl.minimum(chunks, (left_over + C - 1) // C)
-        length = n
+        if sequences is None:
+            slot0 = i_n * (chunks + spare)
+            row0 = i_n * chunks * C
+            left_over = T - row0
+            n = gl.minimum(chunks, (left_over + C - 1) // C)
+            length = n
+        else:
+            row0, length, slot0 = transitions.rows_of_segment(i_n, cu_seqlens, T, chunks, C)
+            same = gl.load(sequences + i_n - 1) == gl.load(sequences + i_n)
+            n = gl.where(same, (length + C - 1) // C, 0)
 
     pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
     ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
@@ -194,7 +200,7 @@ def reverse_transitions_hopper(
         [
             (_multiply_forwards, (
                 W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, BR, C, KP, V,
-                STAGES, UNROLL, EVERY,
+                STAGES, UNROLL, EVERY or sequences is not None,
             )),
             (_load_forwards, (
                 pairs, single, P, decays, gradients, row0, i_h * s_oh, slot0, i_h, n, ready, free, stop, pair_buffer,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib.packing import is_padding, sequence_of_slot
-from kda_core_nvidia.backward_states import load_state, rows_of
+from kda_core_nvidia.backward_states import load_state, rows_of, store_state
 
 
 @triton.jit(do_not_specialize=["T", "count"])
@@ -275,7 +275,7 @@ def segments_kernel(
     indices, final_indices,  # [N] or None
     bounds,  # [S + 1] int64: boundaries of segments of ``rows`` rows
     sequences,  # [S + 1] int64: whose a segment is; -1: nobody's, or a skipped sequence's
-    own,  # [S] int64: the segment's number, or -1
+    own,  # [S] int64: the segment's number, or -1; or None
     ends,  # [S] int64: where the state at a segment's end is stored, or -1: nowhere; or None
     N, T, rows,
     per,  # segments of a sequence of the batch
@@ -305,7 +305,8 @@ def segments_kernel(
         used &= is_padding(state, pad_slot_id, slots) == 0
     tl.store(sequences + i, tl.where(used, n, -1))
     if i < tl.num_programs(0) - 1:
-        tl.store(own + i, tl.where(used, i, -1))
+        if own is not None:
+            tl.store(own + i, tl.where(used, i, -1))
         if ends is not None:
             writes = used & (start + rows >= end)
             if not EMPTY:
@@ -314,3 +315,23 @@ def segments_kernel(
                 state = tl.load(final_indices + n * s_final, mask=n < N, other=-1).to(tl.int64)
                 writes &= is_padding(state, pad_slot_id, final_slots) == 0
             tl.store(ends + i, tl.where(writes, state, -1))
+
+
+@triton.jit(do_not_specialize=["rows", "per"])
+def first_segments_kernel(
+    grad_starts,  # float32 [S, HV, V, K]: of segments, as ``segments_kernel`` numbers them
+    grad_initial_state,  # [N, HV, K, V] (or [N, HV, V, K]): those of each sequence's first segment, written
+    cu_seqlens, rows, per,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the states at the starts of sequences. Grid: (V / BV, N · HV)."""
+    i_nh = tl.program_id(1)
+    n = i_nh // HV
+    if cu_seqlens is None:
+        first = (n * per).to(tl.int64)
+    else:
+        first = tl.load(cu_seqlens + n).to(tl.int64) // rows + n
+    o_k = tl.arange(0, K)
+    o_v = tl.program_id(0) * BV + tl.arange(0, BV)
+    x = tl.load(grad_starts + (first * HV + i_nh % HV) * (V * K) + o_v[:, None] * K + o_k[None, :])
+    store_state(grad_initial_state, x, i_nh, o_v, o_k, K, V, V_FIRST)

@@ -290,10 +290,13 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         # Zeros stand for it there.
         do = _dv(r)
     on_hopper = gradients_on_hopper(changed(r, grad_o=do), chip)
-    paired = on_hopper and gradients_persistent(r, request.T * HV)
+    paired = on_hopper and gradients_persistent(r, (r.B * T if rows else request.T) * HV)
     # States of pairs take half of the memory.
     turns = WHOLE if fragments or paired else turns_of(r, chip)
     most, N = slots(r), r.N
+    if rows and not fragments and request.cu_seqlens is not None:
+        # As for the forward.
+        N -= 1
     if turns != WHOLE:
         N = max(turn.stop - turn.start for turn in turns)
         most = N * -(-T // CHUNK)

@@ -348,7 +348,7 @@ def _programs(r: Request) -> int:
 
 
 def several(r: Request) -> bool:
-    """Whether segments of a call may be several sequences', or their states in a pool: forwards on Hopper alone."""
+    """Whether segments of a call may be several sequences', or their states in a pool: on Hopper alone."""
     return r.cu_seqlens is not None or r.B > 1 or r.ssm_state_indices is not None
 
 
@@ -360,7 +360,7 @@ def segment_rows(request: Request, chip: Chip) -> int:
     hopper = cut_on_hopper(r, chip)
     prefill = not (r.save_for_backward or r.saved or r.needs_grad)
     if several(r):
-        count = most_each(r, chip) if hopper and prefill and r.checkpoint_indices is None else 0
+        count = most_each(r, chip.multiprocessors, prefill) if hopper and r.checkpoint_indices is None else 0
         rows = -(-r.T // count) if count else 0
         return -(-rows // CHUNK) * CHUNK
     count = min(chip.multiprocessors, LARGEST_CHIP) // _programs(r)
@@ -375,18 +375,24 @@ def segment_rows(request: Request, chip: Chip) -> int:
     return -(-rows // CHUNK) * CHUNK
 
 
-def most_each(r: Request, chip: Chip) -> int:
-    """Segments of each sequence of a batch, or of all that are packed as if they were one; 0: it is not cut."""
+def most_each(r: Request, multiprocessors: int = MOST_PROGRAMS, prefill: bool = False) -> int:
+    """Segments of each sequence of a batch, or of all that are packed as if they were one; 0: it is not cut.
+
+    Args:
+        multiprocessors: of the chip, or of the largest one.
+        prefill: no backward follows.
+    """
     packed = r.cu_seqlens is not None
     if not r.N:
         return 0
     # Lengths of packed sequences are on the GPU: those that are all of the same length shall not lose.
-    if r.T < LEAST_TOTAL_PREFILL * (r.N if packed else 1) or r.N > MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)):
+    least = LEAST_TOTAL_PREFILL if prefill else LEAST_TOTAL_HOPPER
+    if r.T < least * (r.N if packed else 1) or r.N > MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)):
         return 0
     for n in range(MOST_PROGRAMS // (2 * r.HV), LEAST_SEGMENTS - 1, -1):
         # A boundary between sequences is one between segments.
         programs = (n + r.N - 1 if packed else n * r.N) * _programs(r)
-        if programs <= chip.multiprocessors and n * LEAST_ROWS_HOPPER <= r.T and n * n * 2 * CHUNK <= r.T:
+        if programs <= multiprocessors and n * LEAST_ROWS_HOPPER <= r.T and n * n * 2 * CHUNK <= r.T:
             return n
     return 0
 
@@ -410,9 +416,10 @@ def saved_slots(request: Request) -> int:
 
     Whether it is cut depends on the device; shapes must not. At least one: none would say that nothing is saved.
     """
-    may_cut = request.B == 1 and request.cu_seqlens is None and not request.batch_invariant
-    if may_cut and LARGEST_CHIP // _programs(request) > 1:
-        return request.T // CHUNK + request.T // LEAST_ROWS_HOPPER + 2
+    may_cut = bool(starts_shape(request)) if several(request) else LARGEST_CHIP // _programs(request) > 1
+    if may_cut and not request.batch_invariant:
+        rows = request.B * request.T
+        return rows // CHUNK + rows // LEAST_ROWS_HOPPER + request.N + 1
     return max(1, slots(request))
 
 
@@ -426,14 +433,17 @@ def most_segments(r: Request) -> int:
 def starts_shape(r: Request) -> tuple[int, ...]:
     """Shape of the states at the starts of segments that a training forward saves; () for calls that are never cut.
 
-    As for ``saved_slots`` it does not depend on the device: at most 66 states.
+    As for ``saved_slots`` it does not depend on the device: at most 66 states, and one for each sequence more.
     """
-    if r.B != 1 or r.cu_seqlens is not None or r.disable_recompute or r.q.dtype != torch.bfloat16:
+    if r.disable_recompute or r.batch_invariant or r.q.dtype != torch.bfloat16 or not r.K == r.V == 128:
         return ()
-    if r.batch_invariant:
-        return ()
-    count = most_segments(r) if r.K == r.V == 128 else 0
-    return (count, r.HV, r.V, r.K) if cutting_pays(r, count) else ()
+    if several(r):
+        each = most_each(r)
+        count = each and (each * r.N if r.cu_seqlens is None else each + r.N)
+    else:
+        count = most_segments(r)
+        count = count if cutting_pays(r, count) else 0
+    return (count, r.HV, r.V, r.K) if count else ()
 
 
 def lies_evenly(x: View) -> bool:

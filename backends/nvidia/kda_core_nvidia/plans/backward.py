@@ -41,12 +41,19 @@ from kda_core_nvidia.choose.backward import (
     mildest,
     rows_readable,
 )
-from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, split_scale
+from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_one, in_parts, several, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
 from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned
-from kda_core_nvidia.plans.segments import add_ends, add_starts, cut_into_segments
+from kda_core_nvidia.plans.segments import (
+    ROWS,
+    add_ends,
+    add_first_segments,
+    add_starts,
+    cut_into_segments,
+    cut_several,
+)
 
 FINISH_ELEMENTS = 2048
 """Elements of a tile of ``finish_kernel``."""
@@ -185,8 +192,13 @@ class _Backward:
         if call.cp_context:
             self.whole = changed(call, cu_seqlens=b.dense(call.cu_seqlens))
         cut = call.cp_context or choice.segment_rows
-        r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
-        names = [n for n in ("q", "k", "v", "g", "beta", "grad_o") if getattr(r, n) is not None]
+        # Whose the segments of several sequences are.
+        self.sequences: View | None = None
+        if choice.segment_rows and several(call) and not call.cp_context:
+            r, self.sequences = cut_several(b, call, choice.segment_rows)
+        else:
+            r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
+        names = [n for n in ROWS if getattr(r, n) is not None]
         r = changed(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
         if self._cut_on_hopper:
             r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o") if n in names})
@@ -223,6 +235,8 @@ class _Backward:
             return self.b.scratch(name, shape, dtype)
         if self.B == self.call.B:
             return self.b.result(name, shape, dtype)
+        if self.sequences is not None:
+            return in_one(self.b.result(name, (self.call.B, self.call.T, *shape[2:]), dtype))
         # Segments are a batch here.
         return in_parts(self.b.result(name, (1, self.B * self.T, *shape[2:]), dtype), self.B)
 
@@ -242,7 +256,9 @@ class _Backward:
         grad_state = make("dinitial_state", call.state_shape, call.state_dtype) if want else None
         states = self._states(prepared, grad_state)
         grads = self.finish(prepared, dv, states, kept=everything[count:] if self.choice.kept else ())
-        if states.grad_initial is not grad_state:
+        if self.sequences is not None and grad_state is not None:
+            add_first_segments(b, call, self.choice.segment_rows, states.grad_initial, grad_state)
+        elif states.grad_initial is not grad_state:
             first = states.grad_initial.cut(0, slice(0, 1))
             b.step(Copy(grad_state, first if call.state_v_first else first.mT))
         return grads | {"initial_state": grad_state}
@@ -272,10 +288,11 @@ class _Backward:
         call = changed(self.call, initial_state=initial, grad_final_state=grad_final)
         first, transitions = self._starts(prepared, call)
         r = self.with_do()
-        last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call)
+        last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call, self.sequences)
         b.free(transitions)
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
-        return _States(first, last, own, (None, None))
+        # Of several sequences some may be of one chunk.
+        return _States(first, last, own, (first, last) if self.sequences is not None else (None, None))
 
     def _starts(self, prepared: Prepared, call: Request) -> tuple[View, View | None]:
         """The results of ``add_starts`` for the call with its states; a forward for Hopper has saved the states."""

@@ -17,10 +17,11 @@ from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.segments import segments_of
 from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
-from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper, one_token_axis
+from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
 from kda_core_nvidia.plans.segments import add_starts, cut_into_segments, cut_several
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.progress_hopper import FLAGS
@@ -245,7 +246,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     if choice.segment_rows and chunk.several(r):
         if not chunk.lies_evenly(o):
             o = b.scratch("o", o.shape, o.dtype)
-        prepared = _add_several(b, r, choice, o, final_state)
+        prepared = _add_several(b, r, choice, o, final_state, keep, starts)
     elif choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
@@ -288,12 +289,16 @@ def _add_segments(
     return prepared
 
 
-def _add_several(b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None) -> Prepared:
-    """The same with several sequences cut into segments, or one whose state is in a pool; no backward follows."""
-    r = changed(r, **{n: one_token_axis(b, getattr(r, n)) for n in ("q", "k", "v", "g", "beta")})
-    cut, sequences = cut_several(b, r, choice.segment_rows, final_state)
+def _add_several(
+    b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int, starts: View | None
+) -> Prepared:
+    """The same with several sequences cut into segments, or one whose state is in a pool."""
+    rows = choice.segment_rows
+    shape = segments_of(r, rows), r.HV, r.V, r.K
+    own = starts.cut(0, slice(0, shape[0])) if starts else b.scratch("states at starts", shape, torch.float32)
+    cut, sequences = cut_several(b, r, rows, final_state, own)
     o = chunk.in_one(o)
-    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o)
+    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
     cut = changed(cut, v=aligned(b, cut.v))
     add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, cut.initial_state, sequences)
     add_recurrence(b, cut, choice, prepared, o, final_state, None, whole=r)

@@ -17,9 +17,19 @@ from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, most_of_several, split_scale
 from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
+from kda_core_nvidia.plans.prepare_hopper import one_token_axis
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
-from kda_core_nvidia.segments import join_kernel, reverse_transitions_kernel, segments_kernel, transitions_kernel
+from kda_core_nvidia.segments import (
+    first_segments_kernel,
+    join_kernel,
+    reverse_transitions_kernel,
+    segments_kernel,
+    transitions_kernel,
+)
 from kda_core_nvidia.transitions_hopper import transitions_hopper
+
+ROWS = ("q", "k", "v", "g", "beta", "grad_o")
+"""Inputs [B, T, ..] of a call."""
 
 JOIN_ROWS = 16
 """Value channels of a program of ``join_kernel``."""
@@ -32,29 +42,44 @@ def cut_into_segments(b: Builder, r: Request, rows: int) -> Request:
     return write_bounds(b, r, as_fragments(r, rows), rows)
 
 
-def cut_several(b: Builder, r: Request, rows: int, final_state: View | None) -> tuple[Request, View]:
+def cut_several(
+    b: Builder, r: Request, rows: int, final_state: View | None = None, starts: View | None = None
+) -> tuple[Request, View]:
     """``as_segments`` of several sequences, or of one whose state is in a pool.
 
-    The starts of the segments are a pool of their own, to be written, and final states are written as the call asks.
+    Args:
+        final_state: is written as the call asks.
+        starts: for the states at the starts of segments, a pool of their own; None: they are not the segments' states.
 
     Returns:
         the call in segments, and [S + 1] of which sequence each is: -1 where it has no rows, or is skipped.
     """
+    r = changed(r, **{n: one_token_axis(b, x) for n in ROWS if (x := getattr(r, n)) is not None})
     cut = as_fragments(r, rows)
-    starts = b.scratch("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
-    names_of = ("bounds", cut.N + 1), ("sequences", cut.N + 1), ("own", cut.N), ("ends", cut.N)
-    table: dict[str, Any] = {n: b.scratch(f"{n} of segments", (count,), torch.int64) for n, count in names_of}
-    if final_state is None:
-        table["ends"] = None
-    per = -(-r.T // rows) if r.cu_seqlens is None else 0
+    count = cut.N
+    names_of = {"bounds": count + 1, "sequences": count + 1, "own": starts and count, "ends": final_state and count}
+    table = {n: x and b.scratch(f"{n} of segments", (x,), torch.int64) for n, x in names_of.items()}
     empty = r.has_initial_state is None and r.final_state_indices is None
-    b.pick(segments_kernel, cut.N + 1, 1, names(r) | table | {"rows": rows, "per": per, "EMPTY": empty})
+    table |= {"rows": rows, "per": _each(r, rows), "EMPTY": empty}
+    b.pick(segments_kernel, count + 1, 1, names(r) | table)
     cut = changed(
         cut, cu_seqlens=table["bounds"], initial_state=starts, has_initial_state=None, ssm_state_indices=table["own"],
         pad_slot_id=-1, final_state_indices=table["ends"], final_state_pool=final_state, update_state=True,
         inplace_final_state=final_state is not None,
     )  # fmt: skip
     return cut, table["sequences"]
+
+
+def _each(r: Request, rows: int) -> int:
+    """Segments of a sequence of a batch."""
+    return -(-r.T // rows) if r.cu_seqlens is None else 0
+
+
+def add_first_segments(b: Builder, call: Request, rows: int, grad_starts: View, grad_state: View) -> None:
+    """Gradients of the states at the starts of sequences from those of ``cut_several``'s segments."""
+    named = names(call) | {"grad_starts": grad_starts, "grad_initial_state": grad_state, "rows": rows, "BV": JOIN_ROWS}
+    named["per"] = _each(call, rows)
+    b.pick(first_segments_kernel, (call.V // JOIN_ROWS, call.N * call.HV), 4, named)
 
 
 def _names(
@@ -121,15 +146,16 @@ def add_transitions(
 
 
 def add_reverse_transitions(
-    b: Builder, r: Request, choice: Choice, do: View, keys: View, P: View, D: View, call: Request | None = None
-) -> dict[str, Any]:
+    b: Builder, r: Request, choice: Choice, do: View, keys: View, P: View, D: View, call: Request | None = None,
+    sequences: View | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The same for gradients of states, from ``do``, and from the gradient of the final state of ``call``.
 
     Returns:
         arguments of the launch, with "additions", and for Hopper "matrices".
     """
     config = choice.transitions
-    named = _names(b, r, choice, keys, D, call) | {"o_scale": split_scale(r.scale, r.q.dtype)[1]}
+    named = _names(b, r, choice, keys, D, call, sequences) | {"o_scale": split_scale(r.scale, r.q.dtype)[1]}
     count = r.N - (call is not None)
     if isinstance(config, TransitionsHopperConfig):
         if call is not None:
@@ -186,7 +212,7 @@ def _add_join_hopper(
 
 def add_ends(
     b: Builder, r: Request, choice: Choice, do: View, prepared: tuple[View, View, View], transitions: View | None,
-    call: Request,
+    call: Request, sequences: View | None = None,
 ) -> View:  # fmt: skip
     """Compute the gradient of the state at the end of every segment, [count, HV, V, K] in float32.
 
@@ -195,9 +221,10 @@ def add_ends(
         prepared: keys, P and D, as ``prepare`` wrote them for ``r``.
         transitions: from ``add_starts``.
         call: the call itself, with the gradient of its final state, contiguous.
+        sequences: from ``cut_several``, else None.
     """
     states = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
-    named = add_reverse_transitions(b, r, choice, do, *prepared, call)
+    named = add_reverse_transitions(b, r, choice, do, *prepared, call, sequences)
     if isinstance(choice.transitions, TransitionsHopperConfig):
         _add_join_hopper(b, r, choice.transitions, named, call, call.grad_final_state, states, reverse=True)
         return states
