@@ -76,10 +76,10 @@ def join_hopper(
         here = gl.load(sequences + at_t, mask=o_t < last, other=-1)
         gone = gone | (here != gl.load(sequences + at_t + 1, mask=o_t < last, other=-1)).to(gl.int32)
         if REVERSE:
-            at, before = last - i_s, last - i_s + 1
+            segment, before = last - i_s, last - i_s + 1
         else:
-            at, before = i_s, i_s - 1
-        i_n = gl.load(sequences + at)
+            segment, before = i_s, i_s - 1
+        i_n = gl.load(sequences + segment)
         if i_n < 0:
             return
         begins = i_n != gl.load(sequences + before, mask=i_s > 0, other=-1)
