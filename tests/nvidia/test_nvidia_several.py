@@ -1,7 +1,8 @@
-"""Prefills of several sequences, or over a pool, that are cut into segments on Hopper: which, and what is launched."""
+"""Several sequences, or one over a pool, that are cut into segments on Hopper: which, and what is launched."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,12 @@ installed.need_package("triton")
 
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, choose_forward
-from kda_core_nvidia.choose.chunk import hopper_config, most_of_several
+from kda_core_nvidia.choose.chunk import hopper_config, most_of_several, several, starts_shape
+from kda_core_nvidia.choose.fragments import as_fragments
+from kda_core_nvidia.plans.forward import saved_specs
 
-from kda_core.request import Request
+from kda_core.request import DIFFERENTIABLE, Request
+from kda_core.triton_lib.layout import slots
 from kda_core.triton_lib.plan import Copy, metadata
 
 BF16 = torch.bfloat16
@@ -47,7 +51,7 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
     """Where all together leave three quarters of the chip idle; packed ones as if all were one."""
     assert [rows(request(1, T)) for T in (3071, 3072, 8192, 65536)] == [0, 512, 768, 4096]
     assert [rows(request(1, H=H)) for H in (1, 8, 12, 16, 17)] == [768, 1024, 1664, 2048, 0]
-    assert [rows(request(N, 16384)) for N in (1, 2, 4, 5)] == [1024, 1120, 1280, 0]
+    assert [rows(request(N, 16384)) for N in (1, 2, 4, 5)] == [1024, 1152, 1280, 0]
     assert [rows(request(N, 16384, 8)) for N in (1, 2, 3)] == [2048, 2368, 0]
     # Three sequences of 3,072 rows on average.
     assert [rows(request(3, T, 2)) for T in (9215, 9216)] == [0, 768]
@@ -59,6 +63,41 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
     assert [rows(pooled(r)) for r in (request(), request(1))] == [768, 768]
     table = empty(1, 2, dtype=torch.int32)
     assert rows(pooled(request(1), checkpoint_indices=table, checkpoint_every=64)) == 0
+
+
+def test_steps_of_several_sequences():
+    """From 4,096 rows on average. What is saved has room for the segments of every chip."""
+    steps = [request(N, T, save_for_backward=True) for N, T in ((1, 4095), (1, 4096), (2, 8191), (2, 8192))]
+    assert [rows(r) for r in steps] == [0, 512, 0, 768]
+    assert rows(request(B=2, save_for_backward=True)) == 1024
+    for N, B, T, H in itertools.product((0, 1, 3), (1, 2), (4096, 12300, 33000), (1, 4, 16)):
+        r = metadata(request(0 if B > 1 else N, T, H, B, save_for_backward=True))
+        for arch in (80, 90, 100):
+            choice = choose_forward(r, CHIPS[arch])
+            cut = as_fragments(r, choice.segment_rows)
+            assert slots(cut) <= choice.saved_slots
+            if choice.segment_rows and several(r):
+                assert cut.N <= starts_shape(r)[0]
+
+
+@pytest.mark.parametrize("call", [{"N": 2, "T": 16384}, {"B": 2}])
+def test_launches_of_a_step(call: dict[str, int]):
+    r = request(**call, save_for_backward=True)
+    state = empty(r.N, r.HV, 128, 128, dtype=torch.float32)
+    r = replace(r, initial_state=state, grad_o=r.v, grad_final_state=state, needs_grad=frozenset(DIFFERENTIABLE))
+    saved = saved_specs(metadata(r), CHIPS[90])
+    r = replace(r, save_for_backward=False, saved=tuple(empty(*x.shape, dtype=x.dtype) for x in saved))
+    plan = plan_of(r, CHIPS[90])
+    assert plan.kernels[:5] == (
+        "segments_kernel", "prepare_hopper", "reverse_transitions_hopper", "join_hopper", "recurrences_hopper",
+    )  # fmt: skip
+    assert plan.kernels[-1] == "first_segments_kernel"
+    _, _, transitions, join, recurrences, *_ = (x.arguments for x in plan.launches)
+    assert transitions["sequences"] == join["sequences"]
+    assert join["states"] == recurrences["grad_final_state"]
+    assert recurrences["initial_state"].source == f"saved[{len(saved) - 1}]"
+    shapes = {x.name: x.shape for x in plan.buffers.values() if x.role == "result"}
+    assert shapes == {f"d{n}": getattr(r, n).shape for n in ("q", "k", "v", "g", "beta", "initial_state")}
 
 
 def test_segments_fill_the_chip_once():

@@ -1,4 +1,4 @@
-"""Prefills of several sequences, or over a pool, cut into segments; needs an sm_90 GPU."""
+"""Several sequences cut into segments, prefills also over a pool; needs an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import kda_core
 
 installed.need_backend("nvidia")
 
-from test_nvidia_segments_hopper import KINDS, call, error, kernels
+from test_nvidia_segments_hopper import INPUTS, KINDS, call, error, kernels, trained, upstream
 
 pytestmark = pytest.mark.platform("nvidia_hopper")
 
 DEVICE = "cuda"
-PACKS = {"one": (8200,), "uneven": (5001, 0, 97, 7300), "three": (4096, 4128, 3071)}
+PACKS = {"one": (8200,), "uneven": (5001, 0, 97, 11400), "three": (4096, 4128, 5071)}
 """Lengths of packed sequences; rows behind the last one belong to none."""
 LEFT = 77
 Arguments = dict[str, Any]
@@ -125,6 +125,54 @@ def test_states_from_zero_and_written_elsewhere(dtype: torch.dtype, v_first: boo
     found, _ = run(pooled, update_state=False)
     assert torch.equal(found, o)
     assert torch.equal(before.view(torch.int32), pooled["initial_state"].view(torch.int32))
+
+
+def as_exact(arguments: Arguments) -> dict[str, torch.Tensor]:
+    """Results and gradients, whose errors are those of a call that is not cut; float32 calls never are."""
+    assert kernels(arguments | {"save_for_backward": True})[2:4] == ("transitions_hopper", "join_hopper")
+    exact = trained(arguments | {n: arguments[n].float() for n in ("q", "k", "v")})
+    cut, whole = trained(arguments), trained(arguments, batch_invariant=True)
+    for name, right in exact.items():
+        right = right.double().cpu()
+        assert error(cut[name], right) <= 1.1 * error(whole[name], right) + 2e-4, name
+    return cut
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_as_exact_as_of_sequences_that_are_not_cut(kind: str, pack: str):
+    found = as_exact(packed(kind, pack))
+    for name in ("dq", "dk", "dv", "dg", "dbeta"):
+        assert not found[name][:, -LEFT:].any(), name
+    for n, length in enumerate(PACKS[pack]):
+        if length == 0:
+            assert torch.equal(found["dinitial_state"][n], upstream(found["final_state"])[n])
+
+
+@pytest.mark.parametrize("B", [2, 4])
+def test_gradients_of_a_batch(B: int):
+    one = call("slow", B * 4133, 2, 2)
+    rows = {n: one[n].view(B, 4133, *one[n].shape[2:]) for n in INPUTS[:5]}
+    batch = one | rows | {"initial_state": torch.randn(B, 2, 128, 128, device=DEVICE), "state_v_first": True}
+    right = as_exact(batch)
+    wide = torch.zeros(B, 4140, 2, 136, dtype=torch.bfloat16, device=DEVICE)
+    for name, x in trained(batch | {"v": wide[:, :4133, :, 8:].copy_(rows["v"])}).items():
+        assert torch.equal(right[name], x), name
+
+
+@pytest.mark.parametrize("kind", ["slow", "mixed"])
+def test_gradients_repeat_and_need_nothing_that_a_forward_saved(kind: str):
+    """The backward of ``fused_recurrent_kda`` makes the states at the starts of segments itself."""
+    arguments = packed(kind, "uneven", 4)
+    first = trained(arguments)
+    for _ in range(4):
+        for name, x in trained(arguments).items():
+            assert torch.equal(first[name], x), name
+    leaves = {n: arguments[n].detach().requires_grad_() for n in INPUTS}
+    o, state = kda_core.fused_recurrent_kda(**(arguments | leaves), backend="nvidia")
+    made = torch.autograd.grad([o, state], list(leaves.values()), [upstream(o), upstream(state)])
+    for name, x in zip(leaves, made, strict=True):
+        assert torch.equal(first[f"d{name}"], x), name
 
 
 def test_replays_of_a_captured_call_with_other_lengths_and_slots():

@@ -362,7 +362,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
     if several(r):
         count = most_each(r, chip.multiprocessors, prefill) if hopper and r.checkpoint_indices is None else 0
         rows = -(-r.T // count) if count else 0
-        return -(-rows // CHUNK) * CHUNK
+        # Whole pairs of chunks, which ``gradients_hopper_persistent`` takes.
+        return -(-rows // (2 * CHUNK)) * 2 * CHUNK
     count = min(chip.multiprocessors, LARGEST_CHIP) // _programs(r)
     count = min(count, most_segments(r) if hopper else r.T // LEAST_ROWS)
     if not (cutting_pays(r, count, prefill) if hopper else count >= LEAST_SEGMENTS):

@@ -300,7 +300,7 @@ class _Backward:
         kept = kept_of(r).starts if r.saved and self._cut_on_hopper else None
         if kept is not None:
             return kept.cut(0, slice(0, r.N)), None
-        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call)
+        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call, sequences=self.sequences)
 
     def finish(
         self, prepared: Prepared, dv: View, states: _States, given: tuple[View, ...] = (), kept: tuple[View, ...] = ()
