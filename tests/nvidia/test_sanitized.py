@@ -42,6 +42,7 @@ BOUNDARIES = (0, 1, 33, 70, 0, 32)
 
 RAW = {"l2norm": True, "beta": "sigmoid", "state": FP32, "backward": True}
 PACKED = RAW | {"T": 140, "lengths": BOUNDARIES, "HV": 4, "K": 128}
+SEGMENTS = {"H": 1, "K": 128, "dtype": BF16, "decay": "slow", "state": FP32, "backward": True}
 STEP = {"op": "fused_recurrent_kda", "K": 128, "HV": 4, "dtype": BF16, "state": FP32}
 
 CASES = [
@@ -71,7 +72,7 @@ CASES = [
         **(PACKED | {"H": 80, "HV": 80, "T": 820, "lengths": (33, 65, 300, 400)}),
     ),
     # Whole chunks, whose backward has kernels for many rows, and sequences that are cut into segments.
-    Case(name="rows", B=2, T=4100, H=1, K=128, dtype=BF16, state=FP32, backward=True),
+    Case(name="rows", B=2, T=2060, H=1, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="rows, K 256", B=2, T=1030, H=1, K=256, dtype=BF16, state=FP32, backward=True),
     Case(name="in pairs, K 256", B=2, T=128, H=3, K=256, gate="lower bound", **BFLOAT16, **RAW),
     Case(name="whole chunks", B=2, T=2048, H=4, K=128, dtype=BF16, state=FP32, backward=True),
@@ -79,9 +80,10 @@ CASES = [
     Case(name="segments", T=4130, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
     # Segments of one length, of which some are forgotten by the next.
     Case(name="segments, mixed decays", T=4096, H=1, K=128, dtype=BF16, decay="isolated", state=FP32, backward=True),
-    # Packed ones, and a batch, of which a forward is cut.
-    Case(name="segments, packed", T=9300, lengths=(4130, 5000), H=1, K=128, dtype=BF16, decay="slow", state=FP32),
-    Case(name="segments, batch", B=2, T=3100, H=1, K=128, dtype=BF16, decay="slow", state=FP32),
+    # Packed ones, and a batch, of which prefills are cut.
+    Case(name="segments, packed", lengths=(60, 4130, 8500), **(SEGMENTS | {"T": 12700})),
+    Case(name="segments, batch", **(SEGMENTS | {"B": 2, "T": 4110})),
+    Case(name="prefill, batch", **(SEGMENTS | {"B": 2, "T": 3100, "backward": False})),
     # Enough heads that the recurrence runs beside prepare.
     Case(name="16 heads", T=1060, H=16, K=128, gate="softplus", **BFLOAT16, **RAW),
     Case(name="tokens", B=3, T=7, gate="lower bound", **STEP),
