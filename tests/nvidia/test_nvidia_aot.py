@@ -37,7 +37,7 @@ KERNELS = {
 HOPPER = {
     "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "layer_step", "prepare_hopper",
     "recurrence_hopper", "pairs_kernel", "recurrences_hopper", "recurrent_draft", "recurrent_step",
-    "reverse_transitions_hopper", "segments_kernel", "transitions_hopper",
+    "reverse_transitions_hopper", "segments_kernel", "first_segments_kernel", "transitions_hopper",
 }  # fmt: skip
 
 
