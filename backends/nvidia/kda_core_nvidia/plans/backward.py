@@ -187,15 +187,13 @@ class _Backward:
 
     def __init__(self, b: Builder, call: Request, choice: BackwardChoice, into: dict[str, View]) -> None:
         self.b, self.call, self.choice, self.into = b, call, choice, into
-        self.whole = call
         self.part = "q" in into
-        if call.cp_context:
-            self.whole = changed(call, cu_seqlens=b.dense(call.cu_seqlens))
         cut = call.cp_context or choice.segment_rows
+        self.whole = changed(call, cu_seqlens=b.dense(call.cu_seqlens)) if cut else call
         # Whose the segments of several sequences are.
         self.sequences: View | None = None
         if choice.segment_rows and several(call) and not call.cp_context:
-            r, self.sequences = cut_several(b, call, choice.segment_rows)
+            r, self.sequences = cut_several(b, self.whole, choice.segment_rows)
         else:
             r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
         names = [n for n in ROWS if getattr(r, n) is not None]
@@ -257,7 +255,7 @@ class _Backward:
         states = self._states(prepared, grad_state)
         grads = self.finish(prepared, dv, states, kept=everything[count:] if self.choice.kept else ())
         if self.sequences is not None and grad_state is not None:
-            add_first_segments(b, call, self.choice.segment_rows, states.grad_initial, grad_state)
+            add_first_segments(b, self.whole, self.choice.segment_rows, states.grad_initial, grad_state)
         elif states.grad_initial is not grad_state:
             first = states.grad_initial.cut(0, slice(0, 1))
             b.step(Copy(grad_state, first if call.state_v_first else first.mT))
