@@ -360,7 +360,8 @@ def segment_rows(request: Request, chip: Chip) -> int:
     hopper = cut_on_hopper(r, chip)
     prefill = not (r.save_for_backward or r.saved or r.needs_grad)
     if several(r):
-        count = most_each(r, chip.multiprocessors, prefill) if hopper and r.checkpoint_indices is None else 0
+        some = hopper and r.checkpoint_indices is None and are_few(r, prefill)
+        count = most_each(r, chip) if some else 0
         rows = -(-r.T // count) if count else 0
         # Whole pairs of chunks, which ``gradients_hopper_persistent`` takes.
         return -(-rows // (2 * CHUNK)) * 2 * CHUNK
@@ -376,30 +377,27 @@ def segment_rows(request: Request, chip: Chip) -> int:
     return -(-rows // CHUNK) * CHUNK
 
 
-def most_each(r: Request, multiprocessors: int = MOST_PROGRAMS, prefill: bool = False) -> int:
-    """Segments of each sequence of a batch, or of all that are packed as if they were one; 0: it is not cut.
-
-    Args:
-        multiprocessors: of the chip, or of the largest one.
-        prefill: no backward follows.
-    """
-    packed = r.cu_seqlens is not None
-    if not r.N:
-        return 0
-    # Lengths of packed sequences are on the GPU: those that are all of the same length shall not lose.
+def are_few(r: Request, prefill: bool = False) -> bool:
+    """Whether several sequences are few and long enough to be cut; ``prefill`` as for ``cutting_pays``."""
     least = LEAST_TOTAL_PREFILL if prefill else LEAST_TOTAL_HOPPER
-    if r.T < least * (r.N if packed else 1) or r.N > MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)):
-        return 0
+    # Lengths of packed sequences are on the GPU: those that are all of the same length shall not lose.
+    each = r.N if r.cu_seqlens is not None else 1
+    return 0 < r.N <= MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)) and r.T >= least * each
+
+
+def most_each(r: Request, chip: Chip) -> int:
+    """Segments of each sequence of a batch, or of all that are packed as if they were one; 0: it is not cut."""
+    packed = r.cu_seqlens is not None
     for n in range(MOST_PROGRAMS // (2 * r.HV), LEAST_SEGMENTS - 1, -1):
         # A boundary between sequences is one between segments.
         programs = (n + r.N - 1 if packed else n * r.N) * _programs(r)
-        if programs <= multiprocessors and n * LEAST_ROWS_HOPPER <= r.T and n * n * 2 * CHUNK <= r.T:
+        if programs <= chip.multiprocessors and n * LEAST_ROWS_HOPPER <= r.T and n * n * 2 * CHUNK <= r.T:
             return n
     return 0
 
 
 def most_of_several(HV: int) -> int:
-    """Segments of a call of several sequences, at most: ``most_each`` and one for each sequence more."""
+    """Segments of a call of several sequences, at most: ``most_each`` and one for each of ``are_few`` more."""
     return MOST_PROGRAMS // (2 * HV) + MOST_PROGRAMS // (2 * LEAST_SEGMENTS * HV)
 
 
@@ -434,13 +432,13 @@ def most_segments(r: Request) -> int:
 def starts_shape(r: Request) -> tuple[int, ...]:
     """Shape of the states at the starts of segments that a training forward saves; () for calls that are never cut.
 
-    As for ``saved_slots`` it does not depend on the device: at most 66 states, and one for each sequence more.
+    As for ``saved_slots`` it does not depend on the device: at most 66 states. For several sequences it depends as
+    little as possible on their number, for each value of which a compiler would have to compile anew: at most 82.
     """
     if r.disable_recompute or r.batch_invariant or r.q.dtype != torch.bfloat16 or not r.K == r.V == 128:
         return ()
     if several(r):
-        each = most_each(r)
-        count = each and (each * r.N if r.cu_seqlens is None else each + r.N)
+        count = most_of_several(r.HV) if are_few(r) else 0
     else:
         count = most_segments(r)
         count = count if cutting_pays(r, count) else 0
