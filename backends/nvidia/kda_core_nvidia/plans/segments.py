@@ -1,4 +1,4 @@
-"""Launches that join the segments of one long sequence; ``segments`` has the kernels and the reason."""
+"""Launches that cut long sequences into segments and join them; ``segments`` has the kernels and the reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cut_several(
 
     Args:
         final_state: is written as the call asks.
-        starts: for the states at the starts of segments, a pool of their own; None: they are not the segments' states.
+        starts: for the states at the starts of segments, which become the pool of the call in segments; or None.
 
     Returns:
         the call in segments, and [S + 1] of which sequence each is: -1 where it has no rows, or is skipped.
