@@ -1,6 +1,6 @@
 """kda_core in fla's registries: its operators on every device, and on CPUs, in torch, what stands around them."""
 
-from functools import partial, partialmethod
+from functools import partialmethod
 from inspect import signature
 
 import torch
@@ -44,18 +44,17 @@ def operator(backend, name, *args, **kwargs):
     return result if dtype is None else result.to(dtype)
 
 
-def gradients(f, inputs, given):
+def gradients(f, given, *inputs, **others):
     """The gradients of f at those inputs that are tensors, None for the others, from those given for its results."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
-        pairs = [pair for pair in zip(f(*leaves), given, strict=True) if pair[1] is not None]
+        results = f(*leaves, **others)
+    pairs = [pair for pair in zip(results, given) if pair[1] is not None]  # noqa: B905
     torch.autograd.backward(*zip(*pairs, strict=True))
     return tuple(t if t is None else t.grad for t in leaves)
 
 
-class KdaCore(BaseBackend):
-    """Its methods have the names of the functions of fla that they serve."""
-
+class KdaCore(BaseBackend):  # its methods have the names of the functions of fla that they serve
     backend_type, env_var, priority = "kda_core", "KDA_FLA", 1  # before FlashKDA (3)
 
     def verify(self, name, *args, **kwargs):
@@ -79,15 +78,15 @@ class KdaCore(BaseBackend):
         return y.to(x.dtype), state.transpose(1, 2).to(x.dtype).contiguous() if output_final_state else None
 
     def causal_conv1d_bwd(self, x, dy, dht, weight, bias, residual, initial_state, **given):
-        forward = partial(self.causal_conv1d_fwd, **given)
-        return gradients(forward, (x, weight, bias, residual, initial_state), (dy.view(x.shape), dht))
+        inputs = x, weight, bias, residual, initial_state
+        return gradients(self.causal_conv1d_fwd, (dy.view(x.shape), dht), *inputs, **given)
 
     def causal_conv1d_update(self, x, cache, residual=None, weight=None, bias=None, activation=None):
         one, other = (t if t is None else t.reshape(len(cache), 1, -1) for t in (x, residual))
         y, state = self.causal_conv1d_fwd(one, weight, bias, other, cache, True, activation)
         return y.view(x.shape), cache.copy_(state)
 
-    def layer_norm_fwd(self, x, weight, bias, eps, residual, residual_dtype, is_rms_norm, g=None, activation=None, num_groups=1):  # fmt: skip # noqa: E501
+    def layer_norm_fwd(self, x, weight, bias, g=None, *, eps, residual=None, residual_dtype=None, is_rms_norm, activation=None, num_groups=1):  # fmt: skip # noqa: E501
         total = x.float() if residual is None else x.float() + residual
         weight = total.new_ones(num_groups * x.shape[-1]) if weight is None else weight
         rows = total.view(-1, len(weight))  # rows alternate in the groups
@@ -98,11 +97,9 @@ class KdaCore(BaseBackend):
         return y.to(x.dtype), None, torch.tensor(eps, dtype=torch.float64), total.to(residual_dtype or x.dtype)
 
     def layer_norm_bwd(self, dy, x, weight, bias, rstd, has_residual, x_dtype, g=None, dres=None, dresidual=None, mean=None, **kind):  # fmt: skip # noqa: E501
-        kind |= {"eps": float(rstd), "residual": None, "residual_dtype": None}
-        forward = lambda x, weight, bias, g: (self.layer_norm_fwd(x, weight, bias, g=g, **kind)[0], x)  # noqa: E731
-        dx, dw, db, dg = gradients(
-            forward, (x.float(), weight, bias, g), (dy, dres if dresidual is None else dresidual)
-        )
+        kind["eps"] = float(rstd)
+        given = dy, None, None, dres if dresidual is None else dresidual
+        dx, dw, db, dg = gradients(self.layer_norm_fwd, given, x.float(), weight, bias, g, **kind)
         return dx.to(x_dtype), *(() if g is None else (dg,)), dw, db, dx.to(x.dtype) if has_residual else None
 
     layer_norm_gated_fwd, layer_norm_gated_bwd = layer_norm_fwd, layer_norm_bwd
@@ -118,8 +115,7 @@ class KdaCore(BaseBackend):
         return own + z_loss, z_loss, lse, logits.shape[-1], 0
 
     def cross_entropy_bwd(self, logits, target, dloss, lse, total_classes, class_start_idx, inplace_backward=False, **options):  # fmt: skip # noqa: E501
-        forward = lambda t: self.cross_entropy_fwd(t, target, **options)[:1]  # noqa: E731
-        (found,) = gradients(forward, (logits,), (dloss,))
+        (found,) = gradients(self.cross_entropy_fwd, (dloss,), logits, target=target, **options)
         return logits.copy_(found) if inplace_backward else found
 
     def powglu_fwd(self, x, y, power=3.0, output_contiguous=False):
@@ -131,7 +127,7 @@ class KdaCore(BaseBackend):
         return (gate * rows.sigmoid() * y.float()).to(x.dtype)
 
     def powglu_fwdbwd(self, x, y, g, power=3.0, use_weight=False, output_contiguous=False):
-        found = gradients(lambda *rows: (self.powglu_fwd(*rows, power),), (x, y), (g,))
+        found = gradients(lambda *rows: (self.powglu_fwd(*rows, power),), (g,), x, y)
         return (*found, self.powglu_fwd(x, y, power)) if use_weight else found
 
     swiglu_fwd, swiglu_fwdbwd = (partialmethod(f, power=None) for f in (powglu_fwd, powglu_fwdbwd))

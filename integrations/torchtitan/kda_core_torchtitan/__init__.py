@@ -45,8 +45,6 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
-        """Arguments of the layer; n_kv_heads, inner_attention and rope are read by torchtitan alone."""
-
         dim: int
         head_dim: int | None = None
         allow_neg_eigval: bool = False
@@ -54,7 +52,7 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
         lower_bound: float | None = None
         disable_recompute: bool = False
         backend: str | None = None
-        n_kv_heads: int | None = None
+        n_kv_heads: int | None = None  # torchtitan alone reads this, rope and inner_attention
         rope: RoPE.Config
 
     def __init__(self, config: Config):
