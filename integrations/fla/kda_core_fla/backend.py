@@ -130,7 +130,12 @@ class KdaCore(BaseBackend):  # its methods have the names of the functions of fl
         found = gradients(lambda *rows: (self.powglu_fwd(*rows, power),), (g,), x, y)
         return (*found, self.powglu_fwd(x, y, power)) if use_weight else found
 
-    swiglu_fwd, swiglu_fwdbwd = (partialmethod(f, power=None) for f in (powglu_fwd, powglu_fwdbwd))
+    # fla's own function has no gradients on a CPU under autocast.
+    def powglu_linear(self, x, y, weight, bias, power=3.0):
+        return F.linear(self.powglu_fwd(x, y, power), weight, bias)
+
+    GLU = powglu_fwd, powglu_fwdbwd, powglu_linear
+    swiglu_fwd, swiglu_fwdbwd, swiglu_linear = (partialmethod(f, power=None) for f in GLU)
 
     def fused_attnres(self, *args, checkpoint_level=1, **given):
         return naive_attnres(*args[:7], **given)
