@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import BaseAttention, GQAttention, VarlenMetadata
 from torchtitan.models.common.decoder_sharding import dense_param_placement
-from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
@@ -53,7 +52,7 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
         disable_recompute: bool = False
         backend: str | None = None
         n_kv_heads: int | None = None  # torchtitan alone reads this, rope and inner_attention
-        rope: RoPE.Config
+        rope: Module.Config
 
     def __init__(self, config: Config):
         options = {name: getattr(config, name) for name in OPTIONS}
@@ -115,35 +114,29 @@ def _context(group, taps: int, positions: Tensor, apart: bool):
     found, key = _CONTEXTS.setdefault(positions, {}), (group, taps, apart)
     if key not in found:
         own = _local(positions).contiguous()
-        B, T = own.shape
-        every = own.new_empty(group.size() * B, T)
-        dist.all_gather_into_tensor(every, own, group=group)
-        layout, rows, starts = ordered(every.cpu().view(-1, B, T))
-        bounds, place = None, {"layout": layout, "tokens": group.size() * T, "batch": B}
-        if packed := apart and int(starts.sum()) > B:
-            bounds, place = [*starts.nonzero().flatten().tolist(), len(starts)], {"layout": rows}
-        found[key] = packed, build_cp_context(bounds, group, taps, device=own.device, **place)
+        every = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(every, own, group=group)
+        layout, starts = ordered(torch.stack(every).cpu())
+        B, T = starts.shape
+        context = build_cp_context(None, group, taps, layout=layout, tokens=T, batch=B, device=own.device)
+        if packed := apart and bool(starts[:, 1:].any()):
+            bounds = [*starts.flatten().nonzero().flatten().tolist(), B * T]
+            context = build_cp_context(bounds, group, taps, layout=context.layout.ranges, device=own.device)
+        found[key] = packed, context
     return found[key]
 
 
 def ordered(every: Tensor):
-    """How ranks share B * T tokens, by their positions [ranks, B, T / ranks]: the layout's name and each rank's parts.
-
-    Also returns [B * T]: whether a document starts at a token.
-    """
-    ranks, B, own = every.shape
-    T = ranks * own
-    halves = {"contiguous": [(2 * r, 2 * r + 1) for r in range(ranks)]}
-    halves["zigzag"] = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
-    for layout, pairs in halves.items():
-        cuts = [[(b * T, i) for b in range(B) for i in pair] for pair in pairs]
-        rows = [[(row + own * i // 2, row + own * (i + 1) // 2) for row, i in cut] for cut in cuts]
-        whole = every.flatten()[torch.cat([torch.arange(a, e) for parts in rows for a, e in parts]).argsort()]
+    """The layout of tokens with the positions [ranks, B, T / ranks], and [B, T]: whether a document starts at one."""
+    halves = every.unflatten(2, (2, -1)).transpose(0, 1)
+    zigzag = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(1)], 1)
+    for layout, parts in (("contiguous", halves), ("zigzag", zigzag)):
+        whole = parts.flatten(1)
         starts = whole == 0
-        starts[::T] = True
+        starts[:, 0] = True
         # Both may hold, where documents end with all parts: then both are right.
-        if bool((starts[1:] | (whole.diff() == 1)).all()):
-            return layout, rows, starts
+        if bool((starts[:, 1:] | (whole.diff() == 1)).all()):
+            return layout, starts
     raise UnsupportedStack(
         "torchtitan: kda_core_torchtitan needs the rows' order of parallelism.context_parallel_load_balancer headtail "
         "(torchtitan's default) or None"
