@@ -31,6 +31,7 @@ class ContextParallel:
         sequences: N, of all ranks.
         batch, rows: B and T of the tensors that this rank passes.
         ranges: this rank's ranges of global rows, of each of the B; None in a context of fla's.
+        layout: its ``ranges`` are those of all ranks, of all B side by side; None in a context of fla's.
         cu_seqlens: [F + 1] int64 on the device: boundaries of this rank's fragments within its rows; the last ones may
             be empty. ``cu_seqlens_cpu``: a copy on the CPU.
         conv1d_kernel_size: as given, or None.

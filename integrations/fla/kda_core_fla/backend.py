@@ -1,9 +1,8 @@
 """kda_core in fla's registries: its operators on every device, and on CPUs, in torch, what stands around them."""
 
-from functools import partial
-from inspect import signature, unwrap
+from functools import partialmethod
+from inspect import signature
 
-import fla.modules  # noqa: F401 - fills the registries
 import torch
 import torch.nn.functional as F
 from fla.backends import BaseBackend, _function_registries, _operation_registries
@@ -15,7 +14,7 @@ import kda_core
 from kda_core.nn import short_convolution
 
 STOCK = chunk.chunk_kda, fused_recurrent.fused_recurrent_kda_fwd, gate.fused_kda_gate
-THEIRS = {f.__name__: [*signature(unwrap(f)).parameters] for f in STOCK}
+THEIRS = {f.__name__: [*signature(f).parameters] for f in STOCK}
 OURS = dict(zip(THEIRS, (kda_core.chunk_kda, kda_core.fused_recurrent_kda, kda_core.kda_gate), strict=True))
 # fla ignores names that it does not know. It had transpose_state_layout, which kda_core refuses.
 TAKEN = {name: {*signature(f).parameters, "transpose_state_layout"} for name, f in OURS.items()}
@@ -39,36 +38,24 @@ def by_name(name, args, kwargs):
     return given
 
 
-def operator(name, *args, **kwargs):
+def operator(backend, name, *args, **kwargs):
     dtype = (dict(zip(THEIRS[name], args)) | kwargs).get("output_dtype")  # noqa: B905
     result = OURS[name](**by_name(name, args, kwargs))
     return result if dtype is None else result.to(dtype)
 
 
-def gradients(f, inputs, given):
+def gradients(f, given, *inputs, **others):
     """The gradients of f at those inputs that are tensors, None for the others, from those given for its results."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
-        pairs = [pair for pair in zip(f(*leaves), given, strict=True) if pair[1] is not None]
+        results = f(*leaves, **others)
+    pairs = [pair for pair in zip(results, given) if pair[1] is not None]  # noqa: B905
     torch.autograd.backward(*zip(*pairs, strict=True))
     return tuple(t if t is None else t.grad for t in leaves)
 
 
-def glu(x, y, power=None):
-    """SwiGLU; with a power fla's PowGLU, whose gates above 0 grow less."""
-    rows = x.float()
-    gate = F.silu(rows)
-    if power is not None:
-        above = rows.where(rows > 0, 1)
-        gate = gate.where(rows <= 0, above ** (power / (above.sqrt() + 1)) * rows.sigmoid())
-    return (gate * y.float()).to(x.dtype)
-
-
-class KdaCore(BaseBackend):
-    """Its methods have the names of the functions of fla that they serve."""
-
+class KdaCore(BaseBackend):  # its methods have the names of the functions of fla that they serve
     backend_type, env_var, priority = "kda_core", "KDA_FLA", 1  # before FlashKDA (3)
-    chunk_kda, fused_recurrent_kda_fwd, fused_kda_gate = (partial(operator, name) for name in OURS)
 
     def verify(self, name, *args, **kwargs):
         on_cpu = {t.device.type for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)} == {"cpu"}
@@ -80,6 +67,8 @@ class KdaCore(BaseBackend):
         except (TypeError, ValueError, kda_core.KdaError) as error:
             return False, str(error)
 
+    chunk_kda, fused_recurrent_kda_fwd, fused_kda_gate = (partialmethod(operator, name) for name in OURS)
+
     def causal_conv1d_fwd(self, x, weight, bias, residual=None, initial_state=None, output_final_state=True, activation=None, cu_seqlens=None, **layout):  # fmt: skip # noqa: E501
         """fla's state [N, D, W] has an input more than kda_core's: a tap of 0 makes up for it."""
         before = None if initial_state is None else initial_state.transpose(1, 2)
@@ -89,29 +78,28 @@ class KdaCore(BaseBackend):
         return y.to(x.dtype), state.transpose(1, 2).to(x.dtype).contiguous() if output_final_state else None
 
     def causal_conv1d_bwd(self, x, dy, dht, weight, bias, residual, initial_state, **given):
-        forward = partial(self.causal_conv1d_fwd, **given)
-        return gradients(forward, (x, weight, bias, residual, initial_state), (dy.view(x.shape), dht))
+        inputs = x, weight, bias, residual, initial_state
+        return gradients(self.causal_conv1d_fwd, (dy.view(x.shape), dht), *inputs, **given)
 
     def causal_conv1d_update(self, x, cache, residual=None, weight=None, bias=None, activation=None):
         one, other = (t if t is None else t.reshape(len(cache), 1, -1) for t in (x, residual))
         y, state = self.causal_conv1d_fwd(one, weight, bias, other, cache, True, activation)
         return y.view(x.shape), cache.copy_(state)
 
-    def layer_norm_fwd(self, x, weight, bias, eps, residual, residual_dtype, is_rms_norm, g=None, activation=None, num_groups=1):  # fmt: skip # noqa: E501
-        total = x.float() if residual is None else x.float() + residual.float()
+    def layer_norm_fwd(self, x, weight, bias, g=None, *, eps, residual=None, residual_dtype=None, is_rms_norm, activation=None, num_groups=1):  # fmt: skip # noqa: E501
+        total = x.float() if residual is None else x.float() + residual
         weight = total.new_ones(num_groups * x.shape[-1]) if weight is None else weight
-        rows = total.view(-1, weight.shape[-1])  # rows alternate in the groups
-        y = group_norm_ref(rows, weight, bias, num_groups, eps=eps, is_rms_norm=is_rms_norm, upcast=True)
-        factor = 1 if g is None else (F.sigmoid if activation == "sigmoid" else F.silu)(g.float())
+        rows = total.view(-1, len(weight))  # rows alternate in the groups
+        y = group_norm_ref(rows, weight, bias, num_groups, None, eps, is_rms_norm, upcast=True).view(x.shape)
+        if g is not None:
+            y = y * (F.sigmoid if activation == "sigmoid" else F.silu)(g.float())
         # The backward function gets no epsilon: it comes in the place of the deviations, which are computed anew.
-        y = (y.view(x.shape) * factor).to(x.dtype)
-        return y, None, torch.tensor(eps, dtype=torch.float64), total.to(residual_dtype or x.dtype)
+        return y.to(x.dtype), None, torch.tensor(eps, dtype=torch.float64), total.to(residual_dtype or x.dtype)
 
-    def layer_norm_bwd(self, dy, x, weight, bias, rstd, has_residual, is_rms_norm, x_dtype, g=None, dres=None, dresidual=None, mean=None, **kind):  # fmt: skip # noqa: E501
-        kind |= {"eps": float(rstd), "residual": None, "residual_dtype": None, "is_rms_norm": is_rms_norm}
-        forward = lambda x, weight, bias, g: self.layer_norm_fwd(x, weight, bias, g=g, **kind)[:1]  # noqa: E731
-        dx, dw, db, dg = gradients(forward, (x.float(), weight, bias, g), (dy.float(),))
-        dx = sum((d for d in (dres, dresidual) if d is not None), dx)
+    def layer_norm_bwd(self, dy, x, weight, bias, rstd, has_residual, x_dtype, g=None, dres=None, dresidual=None, mean=None, **kind):  # fmt: skip # noqa: E501
+        kind["eps"] = float(rstd)
+        given = dy, None, None, dres if dresidual is None else dresidual
+        dx, dw, db, dg = gradients(self.layer_norm_fwd, given, x.float(), weight, bias, g, **kind)
         return dx.to(x_dtype), *(() if g is None else (dg,)), dw, db, dx.to(x.dtype) if has_residual else None
 
     layer_norm_gated_fwd, layer_norm_gated_bwd = layer_norm_fwd, layer_norm_bwd
@@ -127,28 +115,27 @@ class KdaCore(BaseBackend):
         return own + z_loss, z_loss, lse, logits.shape[-1], 0
 
     def cross_entropy_bwd(self, logits, target, dloss, lse, total_classes, class_start_idx, inplace_backward=False, **options):  # fmt: skip # noqa: E501
-        forward = lambda t: self.cross_entropy_fwd(t, target, **options)[:1]  # noqa: E731
-        (found,) = gradients(forward, (logits,), (dloss,))
+        (found,) = gradients(self.cross_entropy_fwd, (dloss,), logits, target=target, **options)
         return logits.copy_(found) if inplace_backward else found
 
-    def swiglu_fwd(self, x, y, output_contiguous=False):
-        return glu(x, y)
-
-    def swiglu_fwdbwd(self, x, y, g, use_weight=False, output_contiguous=False):
-        return self.powglu_fwdbwd(x, y, g, None, use_weight)
-
-    def swiglu_linear(self, x, y, weight, bias):
-        return F.linear(glu(x, y), weight, bias)
-
     def powglu_fwd(self, x, y, power=3.0, output_contiguous=False):
-        return glu(x, y, power)
+        """fla's PowGLU, whose gates above 0 grow less; without a power SwiGLU."""
+        rows = gate = x.float()
+        if power is not None:
+            above = rows.where(rows > 0, 1)
+            gate = rows.where(rows <= 0, above ** (power / (above.sqrt() + 1)))
+        return (gate * rows.sigmoid() * y.float()).to(x.dtype)
 
     def powglu_fwdbwd(self, x, y, g, power=3.0, use_weight=False, output_contiguous=False):
-        found = gradients(lambda *rows: (glu(*rows, power),), (x, y), (g,))
-        return (*found, glu(x, y, power)) if use_weight else found
+        found = gradients(lambda *rows: (self.powglu_fwd(*rows, power),), (g,), x, y)
+        return (*found, self.powglu_fwd(x, y, power)) if use_weight else found
 
+    # fla's own function has no gradients on a CPU under autocast.
     def powglu_linear(self, x, y, weight, bias, power=3.0):
-        return F.linear(glu(x, y, power), weight, bias)
+        return F.linear(self.powglu_fwd(x, y, power), weight, bias)
+
+    GLU = powglu_fwd, powglu_fwdbwd, powglu_linear
+    swiglu_fwd, swiglu_fwdbwd, swiglu_linear = (partialmethod(f, power=None) for f in GLU)
 
     def fused_attnres(self, *args, checkpoint_level=1, **given):
         return naive_attnres(*args[:7], **given)

@@ -4,7 +4,6 @@
 ``kda_core_torchtitan.kimi_delta_attention`` all. ``KDA_TORCHTITAN=0`` switches both off: the layers stay as they are.
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.weak import WeakIdKeyDictionary
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import BaseAttention, GQAttention, VarlenMetadata
 from torchtitan.models.common.decoder_sharding import dense_param_placement
-from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
@@ -34,21 +33,17 @@ SUPPORTED = (
     "torchtitan: kda_core_torchtitan has context parallelism with parallelism.spmd_backend spmd_types or full_dtensor, "
     "and no dist_gemm"
 )
+OPTIONS = ("allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute", "backend")
+THREE_OF_FOUR = [f"*layers.{i}.attention" for i in range(1024) if i % 4 != 3]
 _CONTEXTS = WeakIdKeyDictionary()  # the layers of a step have the same tensor of positions
+_as_module = cache(lambda kind: type(kind.__name__, (kind, Module), {}))  # torchtitan accepts its own kind alone
 
 
 class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
-    """``kda_core.nn.KimiDeltaAttention`` in a torchtitan block. Its weights start as fla's do.
-
-    Documents of a packed row share no state where the model keeps them apart: with ``varlen`` and ``flex`` attention.
-    Tensor parallelism shares the heads of a layer among ranks, context parallelism the rows.
-    """
+    """``kda_core.nn.KimiDeltaAttention`` in a torchtitan block. Its weights start as fla's do."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
-        """Arguments of the layer; n_kv_heads, inner_attention and rope are read by torchtitan alone."""
-
-        n_heads: int
         dim: int
         head_dim: int | None = None
         allow_neg_eigval: bool = False
@@ -56,18 +51,16 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
         lower_bound: float | None = None
         disable_recompute: bool = False
         backend: str | None = None
-        n_kv_heads: int | None = None
-        inner_attention: Module.Config
-        rope: RoPE.Config
+        n_kv_heads: int | None = None  # torchtitan alone reads this, rope and inner_attention
+        rope: Module.Config
 
     def __init__(self, config: Config):
-        same = ("allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute", "backend")
-        options = {name: getattr(config, name) for name in same}
+        options = {name: getattr(config, name) for name in OPTIONS}
         head_dim = config.head_dim or config.dim // config.n_heads
         super().__init__(config.dim, head_dim=head_dim, num_heads=config.n_heads, **options)
         self.group = None
         for module in self.modules():
-            if not isinstance(module, Module):  # torchtitan accepts its own kind alone
+            if not isinstance(module, Module):
                 module.__class__ = _as_module(type(module))
 
     def parallelize(self, parallel_dims) -> None:
@@ -76,7 +69,8 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
         for name, module in self.named_modules():
             if name and module._parameters:
                 along = spmd.R if name in SHARED else spmd.S(1) if name == "o_proj" else spmd.S(0)
-                module._sharding_config = ShardingConfig(state_shardings=_states(module._parameters, along))
+                states = dict.fromkeys(module._parameters, dense_param_placement(tp=along))
+                module._sharding_config = ShardingConfig(state_shardings=states)
                 module._distribute_states(parallel_dims)
                 module._sharding_config = None  # its forward stays as it is: the layer may run several as one
         self.group = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
@@ -89,7 +83,7 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
 
     def forward(self, x_BLD, attention_masks, positions=None):
         if isinstance(x_BLD, DTensor):
-            with _own_parts(self):
+            with _reparametrize_module(self, {name: _local(t) for name, t in self.named_parameters()}):
                 o = type(self).forward(self, _local(x_BLD), attention_masks, positions)
             return DTensor.from_local(o, x_BLD.device_mesh, _parts(x_BLD), run_check=False)
         packed, options = attention_masks is not None, {}
@@ -97,8 +91,7 @@ class KimiDeltaAttention(nn.KimiDeltaAttention, BaseAttention):
             packed, options["cp_context"] = _context(self.group, self.conv_size, positions, packed)
         elif isinstance(attention_masks, VarlenMetadata):
             host = attention_masks.cu_seq_q_host
-            options["cu_seqlens"] = attention_masks.cu_seq_q
-            options["cu_seqlens_cpu"] = None if host is None else torch.tensor(host)
+            options = {"cu_seqlens": attention_masks.cu_seq_q, "cu_seqlens_cpu": host and torch.tensor(host)}
         elif packed:
             starts = (_local(positions).expand(x_BLD.shape[:2]).flatten() == 0).nonzero().flatten()
             options["cu_seqlens"] = torch.cat([starts, starts.new_tensor([x_BLD[..., 0].numel()])])
@@ -116,99 +109,55 @@ def _local(t: Tensor) -> Tensor:
     return t.to_local(grad_placements=_parts(t)) if isinstance(t, DTensor) else t
 
 
-@contextmanager
-def _own_parts(layer: torch.nn.Module):
-    """Local tensors in the place of parameters that ranks share."""
-    kept = [(m._parameters, n, t) for m in layer.modules() for n, t in m._parameters.items() if isinstance(t, DTensor)]
-    for parameters, name, t in kept:
-        parameters[name] = _local(t)
-    try:
-        yield
-    finally:
-        for parameters, name, t in kept:
-            parameters[name] = t
-
-
-@cache
-def _as_module(kind: type) -> type:
-    return type(kind.__name__, (kind, Module), {})
-
-
-def _states(names, along) -> dict:
-    return dict.fromkeys(names, dense_param_placement(tp=along))
-
-
 def _context(group, taps: int, positions: Tensor, apart: bool):
-    """The context of this step's rows, and whether its documents are packed; asks the other ranks once a step."""
-    own, key = _CONTEXTS.setdefault(positions, {}), (group, taps, apart)
-    if key not in own:
-        own[key] = _built(group, taps, _local(positions), apart)
-    return own[key]
-
-
-def _built(group, taps: int, positions: Tensor, apart: bool):
-    B, own = positions.shape
-    every = positions.new_empty((group.size() * B, own))
-    dist.all_gather_into_tensor(every, positions.contiguous(), group=group)
-    layout, parts, starts = ordered(every.cpu().view(-1, B, own))
-    B, T = starts.shape
-    if not apart or not bool(starts[:, 1:].any()):
-        whole = {"layout": layout, "tokens": T, "batch": B}
-        return False, build_cp_context(None, group, taps, device=positions.device, **whole)
-    bounds = [*starts.flatten().nonzero().flatten().tolist(), B * T]
-    rows = [[(b * T + a, b * T + e) for b in range(B) for a, e in own] for own in parts]
-    return True, build_cp_context(bounds, group, taps, layout=rows, device=positions.device)
+    """Whether the documents of this step's rows are packed, and the context; asks the other ranks once a step."""
+    found, key = _CONTEXTS.setdefault(positions, {}), (group, taps, apart)
+    if key not in found:
+        own = _local(positions).contiguous()
+        every = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(every, own, group=group)
+        layout, starts = ordered(torch.stack(every).cpu())
+        B, T = starts.shape
+        context = build_cp_context(None, group, taps, layout=layout, tokens=T, batch=B, device=own.device)
+        if packed := apart and bool(starts[:, 1:].any()):
+            bounds = [*starts.flatten().nonzero().flatten().tolist(), B * T]
+            context = build_cp_context(bounds, group, taps, layout=context.layout.ranges, device=own.device)
+        found[key] = packed, context
+    return found[key]
 
 
 def ordered(every: Tensor):
-    """How ranks share rows, by the positions [ranks, B, T / ranks] of their tokens.
-
-    Returns:
-        The layout's name, for each rank its parts of a row, and [B, T]: whether a document starts at a token.
-    """
-    ranks, B, own = every.shape
-    half = own // 2
-    parts = {"contiguous": [[(r * own, r * own + own)] for r in range(ranks)]}
-    if own == 2 * half:
-        ends = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
-        parts["zigzag"] = [[(i * half, i * half + half) for i in pair] for pair in ends]
-    found = every.transpose(0, 1).reshape(B, ranks * own)
-    for layout, rows in parts.items():
-        at = torch.cat([torch.arange(a, e) for own_parts in rows for a, e in own_parts])
-        whole = torch.empty_like(found).index_copy_(1, at, found)
+    """The layout of tokens with the positions [ranks, B, T / ranks], and [B, T]: whether a document starts at one."""
+    halves = every.unflatten(2, (2, -1)).transpose(0, 1)
+    zigzag = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(1)], 1)
+    for layout, parts in (("contiguous", halves), ("zigzag", zigzag)):
+        whole = parts.flatten(1)
         starts = whole == 0
         starts[:, 0] = True
         # Both may hold, where documents end with all parts: then both are right.
-        if bool((starts[:, 1:] | (whole[:, 1:] == whole[:, :-1] + 1)).all()):
-            return layout, rows, starts
+        if bool((starts[:, 1:] | (whole.diff() == 1)).all()):
+            return layout, starts
     raise UnsupportedStack(
         "torchtitan: kda_core_torchtitan needs the rows' order of parallelism.context_parallel_load_balancer headtail "
         "(torchtitan's default) or None"
     )
 
 
-def _replace(config: GQAttention.Config, options: dict) -> BaseAttention.Config:
+@override(target=GQAttention.Config, description="Kimi Delta Attention in every layer")
+def kimi_delta_attention(config: GQAttention.Config, **options) -> BaseAttention.Config:
+    """Replace the attention of every layer; options are fields of ``KimiDeltaAttention.Config``."""
     if not admit("torchtitan"):
         return config
     own, out = config.sharding_config, config.wo.sharding_config
     if own is not None:  # the layer's rows come and go as those of attention, whose last projection sums over ranks
         ends = {"out_src_shardings": out.out_src_shardings, "out_dst_shardings": out.out_dst_shardings}
-        own = replace(own, state_shardings=_states(("A_log", "dt_bias"), spmd.S(0)), **ends)
+        states = dict.fromkeys(("A_log", "dt_bias"), dense_param_placement(tp=spmd.S(0)))
+        own = replace(own, state_shardings=states, **ends)
     # The layer starts its weights itself.
     return derive(config, KimiDeltaAttention.Config, param_init=None, sharding_config=own, **options)
 
 
-@override(target=GQAttention.Config, description="Kimi Delta Attention in every layer")
-def kimi_delta_attention(config: GQAttention.Config, **options) -> BaseAttention.Config:
-    """Replace the attention of every layer; options are fields of ``KimiDeltaAttention.Config``."""
-    return _replace(config, options)
-
-
-@override(
-    target=GQAttention.Config,
-    fqns=[f"*layers.{i}.attention" for i in range(1024) if i % 4 != 3],
-    description="Kimi Delta Attention in three of four layers",
-)
+@override(target=GQAttention.Config, fqns=THREE_OF_FOUR, description="Kimi Delta Attention in three of four layers")
 def kimi_linear(config: GQAttention.Config, **options) -> BaseAttention.Config:
     """Replace the attention of three of four layers; options as for ``kimi_delta_attention``."""
-    return _replace(config, options)
+    return kimi_delta_attention(config, **options)
