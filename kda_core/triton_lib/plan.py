@@ -253,21 +253,6 @@ class Sum(NamedTuple):
             target.copy_(source.sum(self.axes))
 
 
-class Boundaries(NamedTuple):
-    """``target`` [n + 1] holds 0, rows, 2 rows, .., at most ``total``: boundaries of segments of one sequence."""
-
-    target: View
-    rows: int
-    total: int
-
-    def views(self) -> Iterator[View]:
-        yield self.target
-
-    def run(self, target: Tensor) -> None:
-        torch.arange(0, target.shape[0] * self.rows, self.rows, out=target)
-        target.clamp_(max=self.total)
-
-
 class Release(NamedTuple):
     """Give back the memory of an input that nothing reads afterwards, whoever else holds the tensor."""
 
@@ -280,7 +265,7 @@ class Release(NamedTuple):
         target.untyped_storage().resize_(0)
 
 
-Step = Launch | Copy | Sum | Boundaries | Release
+Step = Launch | Copy | Sum | Release
 
 
 @dataclass(frozen=True)

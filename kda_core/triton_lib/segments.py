@@ -24,7 +24,8 @@ import torch
 
 from kda_core.request import Edges, Request
 from kda_core.triton_lib.arguments import named_state_strides
-from kda_core.triton_lib.plan import Boundaries, Builder, View, changed
+from kda_core.triton_lib.frame import names
+from kda_core.triton_lib.plan import Builder, View, changed
 
 
 def segments_of(r: Request, rows: int) -> int:
@@ -71,7 +72,7 @@ def ends_of(b: Builder, r: Request, name: str, dtype: torch.dtype) -> View:
 def packed_segments(r: Request, rows: int, v_first: bool) -> Request:
     """Metadata of the call with its segments of ``rows`` rows as packed sequences without states.
 
-    Segments of packed fragments are numbered as ``fragments.bounds_kernel`` says.
+    ``fragments.segments_kernel`` numbers those of packed sequences.
 
     Args:
         v_first: layout of the states to come.
@@ -81,19 +82,28 @@ def packed_segments(r: Request, rows: int, v_first: bool) -> Request:
     return changed(r, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
 
 
+def segments_each(r: Request, rows: int) -> int:
+    """Segments of a sequence of a batch; 0: sequences are packed."""
+    return -(-r.T // rows) if r.cu_seqlens is None else 0
+
+
+def write_segments(b: Builder, r: Request, rows: int, **tables: View | bool | None) -> View:
+    """Boundaries of segments, written by the plan as are other ``tables`` of ``segments_kernel``, by its names."""
+    # Not at the top: choices need this module and no triton.
+    from kda_core.triton_lib.fragments import segments_kernel
+
+    count = segments_of(r, rows) + 1
+    bounds = b.scratch("bounds of segments", (count,), torch.int64)
+    own = {**dict.fromkeys(("sequences", "own", "ends")), "EMPTY": False, **tables, "bounds": bounds, "rows": rows}
+    b.pick(segments_kernel, count, 1, names(r) | own | {"per": segments_each(r, rows)})
+    return bounds
+
+
 def write_bounds(b: Builder, r: Request, cut: Request, rows: int) -> Request:
     """``cut``, the call ``r`` in segments of ``rows`` rows, with boundaries that the plan writes where they are new."""
     if cut.cu_seqlens is r.cu_seqlens:
         return cut
-    bounds = b.scratch(cut.cu_seqlens.source, cut.cu_seqlens.shape, torch.int64)
-    if r.cu_seqlens is None:
-        b.step(Boundaries(bounds, rows, r.T))
-    else:
-        # Not at the top: choices need this module and no triton.
-        from kda_core.triton_lib.fragments import bounds_kernel
-
-        b.pick(bounds_kernel, cut.N + 1, 1, {"cu_seqlens": r.cu_seqlens, "bounds": bounds, "N": r.N, "rows": rows})
-    return changed(cut, cu_seqlens=bounds)
+    return changed(cut, cu_seqlens=write_segments(b, r, rows))
 
 
 IN_HALVES = "a sequence over several devices in two halves"

@@ -39,7 +39,7 @@ CHUNK = (
 SEGMENTS = ("transitions_kernel", "reverse_transitions_kernel", "join_kernel")
 LAYER = ("convolution_forward_kernel", "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel")
 STEP = ("convolution_step_kernel", "norm_step_kernel")
-HALVES = ("bounds_kernel", "chain_kernel")
+HALVES = ("segments_kernel", "chain_kernel")
 KERNELS = (*CHUNK, *SEGMENTS, *LAYER, *STEP, *HALVES, "commit_kernel")
 CASES = (
     dict.fromkeys(SEGMENTS, "bf16 K 128 segments")

@@ -18,7 +18,7 @@ from kda_core_amd.choose import ARCHITECTURES
 from kda_core import _explain, api
 from kda_core._example_call import CallShape, example_call
 from kda_core.request import GateRequest, Request
-from kda_core.triton_lib.plan import Boundaries, Copy, Plan, Sum
+from kda_core.triton_lib.plan import Copy, Plan, Sum
 
 CHIP = ARCHITECTURES["gfx942"]
 
@@ -85,8 +85,9 @@ def test_a_long_sequence_is_cut():
     plan = plan_of(r, CHIP)
     own = ("transitions_kernel", "join_kernel")
     ends = ("reverse_transitions_kernel", "join_kernel")
-    assert plan.kernels == ("prepare", *own, *ends, "states_kernel", "reverse_kernel", "gradients_kernel")
-    assert [s.rows for s in plan.steps if isinstance(s, Boundaries)] == [2048]
+    recurrences = ("states_kernel", "reverse_kernel", "gradients_kernel")
+    assert plan.kernels == ("segments_kernel", "prepare", *own, *ends, *recurrences)
+    assert plan.launches[0].arguments["rows"] == 2048
     states = next(x for x in plan.launches if x.name == "states_kernel")
     assert states.arguments["initial_state"].source == "states at starts"
     assert plan.buffers["dinitial_state"].shape == (1, 1, 64, 64)

@@ -29,7 +29,7 @@ from kda_core.triton_lib.ahead_of_time import Job, inference
 KERNELS = {
     "prepare", "recurrence", "recurrences_kernel", "gradients_kernel", "finish_kernel", "recurrent", "blocks_prepare",
     "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "transitions_kernel",
-    "reverse_transitions_kernel", "join_kernel", "chain_kernel", "bounds_kernel",
+    "reverse_transitions_kernel", "join_kernel", "chain_kernel", "segments_kernel",
     "convolution_forward_kernel", "convolution_backward_kernel",
     "norm_forward_kernel", "norm_backward_kernel", "convolution_step_kernel", "norm_step_kernel", "commit_kernel",
     "sums_kernel",
@@ -37,7 +37,7 @@ KERNELS = {
 HOPPER = {
     "gradients_hopper", "gradients_hopper_persistent", "join_hopper", "layer_step", "prepare_hopper",
     "recurrence_hopper", "pairs_kernel", "recurrences_hopper", "recurrent_draft", "recurrent_step",
-    "reverse_transitions_hopper", "segments_kernel", "first_segments_kernel", "transitions_hopper",
+    "reverse_transitions_hopper", "first_segments_kernel", "transitions_hopper",
 }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_the_kernels_for_hopper_serve(kind: str):
     (p, *_) = fragments.processes(subject(), *made(kind))
     kernels = plan_of(p.request, chip(p.request.device), half="begin").kernels
     assert kernels[-3:] == ("prepare_hopper", "transitions_hopper", "chain_kernel")
-    assert ("bounds_kernel" in kernels) == (kind == "packed")
+    assert ("segments_kernel" in kernels) == (kind == "packed")
 
 
 def test_a_captured_call():

@@ -118,7 +118,7 @@ ROWS, LEFT = 32, 40
 
 def cut(name: str) -> list[list[int]]:
     """What ``segments_kernel`` writes: boundaries, sequences, own numbers, and where the last states go."""
-    from kda_core_nvidia.segments import segments_kernel
+    from kda_core.triton_lib.fragments import segments_kernel
 
     bounds, more = SEGMENTS[name]
     N = 3 if bounds is None else len(bounds) - 1

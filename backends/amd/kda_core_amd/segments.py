@@ -237,7 +237,7 @@ def chain_kernel(
     whole,  # [P, HV, K, s_wk]: the matrices whose transposes are those of ``summary``; or None
     summary,  # [P, HV, K, K + V]: the product of the matrices of a fragment | sums, written; or None
     sums,  # [F, HV, K, V]: what a fragment adds to a state of zeros, written; or None
-    cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``bounds_kernel``); or None
+    cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``segments_kernel``); or None
     rows, per,  # segments of each fragment, without cu_seqlens
     HV, programs,  # F · HV, or P · HV
     sequences, count_starts,

@@ -12,7 +12,7 @@ from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View, changed, matrix_tile, token_tile
-from kda_core.triton_lib.segments import write_bounds
+from kda_core.triton_lib.segments import segments_each, write_bounds, write_segments
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, most_of_several, split_scale
 from kda_core_nvidia.choose.fragments import as_fragments
@@ -23,7 +23,6 @@ from kda_core_nvidia.segments import (
     first_segments_kernel,
     join_kernel,
     reverse_transitions_kernel,
-    segments_kernel,
     transitions_kernel,
 )
 from kda_core_nvidia.transitions_hopper import transitions_hopper
@@ -56,29 +55,22 @@ def cut_several(
     """
     r = changed(r, **{n: one_token_axis(b, x) for n in ROWS if (x := getattr(r, n)) is not None})
     cut = as_fragments(r, rows)
-    count = cut.N
-    names_of = {"bounds": count + 1, "sequences": count + 1, "own": starts and count, "ends": final_state and count}
-    table = {n: x and b.scratch(f"{n} of segments", (x,), torch.int64) for n, x in names_of.items()}
+    counts = {"sequences": cut.N + 1, "own": starts and cut.N, "ends": final_state and cut.N}
+    table = {n: x and b.scratch(f"{n} of segments", (x,), torch.int64) for n, x in counts.items()}
     empty = r.has_initial_state is None and r.final_state_indices is None
-    table |= {"rows": rows, "per": _each(r, rows), "EMPTY": empty}
-    b.pick(segments_kernel, count + 1, 1, names(r) | table)
+    bounds = write_segments(b, r, rows, **table, EMPTY=empty)
     cut = changed(
-        cut, cu_seqlens=table["bounds"], initial_state=starts, has_initial_state=None, ssm_state_indices=table["own"],
+        cut, cu_seqlens=bounds, initial_state=starts, has_initial_state=None, ssm_state_indices=table["own"],
         pad_slot_id=-1, final_state_indices=table["ends"], final_state_pool=final_state, update_state=True,
         inplace_final_state=final_state is not None,
     )  # fmt: skip
     return cut, table["sequences"]
 
 
-def _each(r: Request, rows: int) -> int:
-    """Segments of a sequence of a batch."""
-    return -(-r.T // rows) if r.cu_seqlens is None else 0
-
-
 def add_first_segments(b: Builder, call: Request, rows: int, grad_starts: View, grad_state: View) -> None:
     """Gradients of the states at the starts of sequences from those of ``cut_several``'s segments."""
     named = names(call) | {"grad_starts": grad_starts, "grad_initial_state": grad_state, "rows": rows, "BV": JOIN_ROWS}
-    named["per"] = _each(call, rows)
+    named["per"] = segments_each(call, rows)
     b.pick(first_segments_kernel, (call.V // JOIN_ROWS, call.N * call.HV), 4, named)
 
 
