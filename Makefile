@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BACKENDS ?= cpu
 BACKEND ?= cpu
-# As many as cores, at most four: more than cores take the caches from one another, a tenth of the processor time.
+# One for each core, at most four: processes that share a core take a tenth more of its time.
 WORKERS ?= auto
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
