@@ -5,8 +5,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BACKENDS ?= cpu
 BACKEND ?= cpu
-# One more than two cores: tests of several processes wait for one another.
-WORKERS ?= 3
+# One for each core, at most four: processes that share a core take a tenth more of its time.
+WORKERS ?= auto
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -56,8 +56,10 @@ announcement:
 
 # The console script, not "python -m pytest": that would import kda_core from this folder instead of from the wheel.
 # worksteal: a worker has whole files at first, so that few set a file's fixtures up twice.
+# no:logging: no test reads log records, and catching those of torch's many loggers takes half a millisecond a test.
 test: environment ## Set everything up, run the fast tests on BACKEND.
-	$(VENV)/bin/pytest --backend=$(BACKEND) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(VENV)/bin/pytest --backend=$(BACKEND) -n $(WORKERS) $(if $(filter auto,$(WORKERS)),--maxprocesses 4) --dist worksteal \
+		-p no:logging $(PYTEST_ARGS)
 
 test-end-to-end: compiler environment ## The same for tests of wheels, environments, interpreted and compiled kernels (minutes).
 	$(VENV)/bin/pytest -m end_to_end $(PYTEST_ARGS)

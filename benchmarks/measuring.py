@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -224,6 +225,7 @@ def elapsed(run: Run) -> float:
     return start.elapsed_time(end)
 
 
+@functools.cache
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second, read and written, of a large copy: the faster of a memcpy and an elementwise kernel."""
     source = torch.ones((2**31 if device.type == "cuda" else 2**25) // 4, device=device)

@@ -77,8 +77,9 @@ class Noise:
         pool = _pool(like.dtype)
         size = like.numel()
         if size > NOISE_POOL // 2:
-            pool = pool.roll(self.offsets.randrange(NOISE_POOL)).repeat(-(-size // NOISE_POOL))
-            return pool[:size].view(like.shape)
+            begin = pool[-self.offsets.randrange(NOISE_POOL) :][:size]
+            rounds, rest = divmod(size - len(begin), NOISE_POOL)
+            return torch.cat([begin, *[pool] * rounds, pool[:rest]]).view(like.shape)
         start = self.offsets.randrange(NOISE_POOL - size)
         return pool[start : start + size].view(like.shape)
 

@@ -203,8 +203,8 @@ def test_what_servers_ask(subject: Subject, case: Case):
 
 @pytest.mark.parametrize("case", POOLS[:-1], ids=lambda case: case.name)
 def test_the_oracle_takes_what_servers_ask(case: Case):
-    """Without a GPU: slots past the pool, which a check of values on the CPU would refuse; in few heads, for time."""
-    for call in served(case.having(H=2, HV=2)):
+    """Without a GPU: slots past the pool, which a check of values on the CPU would refuse; small heads, for time."""
+    for call in served(case.having(H=2, HV=2, K=16)):
         results = references.results(call)
         assert results["o"].isfinite().all()
 

@@ -28,7 +28,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This environment's libraries, without any kda_core."""
-    folder = tmp_path_factory.mktemp("environment") / "libraries"
+    # Hypothesis parses every module that lies in a folder of another name.
+    folder = tmp_path_factory.mktemp("environment") / "site-packages"
     link_torch(folder)
     return folder
 

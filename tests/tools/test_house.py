@@ -67,7 +67,8 @@ def imports(file: Path) -> dict[str, bool]:
                 found[imported] = found.get(imported, False) or at_once
         typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in node.orelse if typing_only else ast.iter_child_nodes(node):
-            visit(child, at_once and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+            if not isinstance(child, ast.expr):
+                visit(child, at_once and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
     visit(tree_of(file), at_once=True)
     return found
