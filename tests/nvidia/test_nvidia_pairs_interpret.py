@@ -117,7 +117,12 @@ ROWS, LEFT = 32, 40
 
 
 def cut(name: str) -> list[list[int]]:
-    """What ``segments_kernel`` writes: boundaries, sequences, own numbers, and where the last states go."""
+    """What ``segments_kernel`` writes: boundaries, sequences, own numbers, and where the last states go.
+
+    And what ``first_segments_kernel`` takes for each sequence, of 100 times a segment's number and the value channel.
+    """
+    from kda_core_nvidia.segments import first_segments_kernel
+
     from kda_core.triton_lib.fragments import segments_kernel
 
     bounds, more = SEGMENTS[name]
@@ -129,7 +134,10 @@ def cut(name: str) -> list[list[int]]:
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     sizes = (N, T, ROWS, per, 1, PAD, POOL, 1, POOL, "final_indices" not in more)
     segments_kernel[(count + 1,)](cu_seqlens, *pools.values(), *table, *sizes)
-    return [x.tolist() for x in table]
+    starts = (100.0 * torch.arange(count)[:, None, None, None] + torch.arange(K)[:, None]).expand(-1, HV, K, K)
+    first = torch.full((N, HV, K, K), -7.0)
+    first_segments_kernel[(1, N * HV)](starts.contiguous(), first, cu_seqlens, ROWS, per, HV, K, K, K, False)
+    return [x.tolist() for x in (*table, first[:, 1, 3])]
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
@@ -137,7 +145,7 @@ def test_segments_of_several_sequences(found, name: str):
     """Each sequence has one, and skipped ones none; its last state is stored once, where the call asks for it."""
     bounds, more = SEGMENTS[name]
     ends = [100, 200, 300] if bounds is None else bounds[1:]
-    places, whose, own, last = found[f"segments, {name}"]
+    places, whose, own, last, first = found[f"segments, {name}"]
     covered: dict[int, list[tuple[int, int]]] = {n: [] for n in range(len(ends))}
     stored: dict[int, int] = {}
     for i, n in enumerate(whose):
@@ -147,6 +155,8 @@ def test_segments_of_several_sequences(found, name: str):
             stored |= {n: last[i]} if last[i] >= 0 else {}
         elif i < len(own):
             assert (own[i], last[i]) == (-1, -1)
+    if not more:
+        assert first == [[100 * whose.index(n) + v for v in range(K)] for n in range(len(ends))]
     read = more.get("indices", [0] * len(ends))
     written = more.get("final_indices", more.get("indices", list(range(len(ends)))))
     for n, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
