@@ -302,10 +302,14 @@ CASES: tuple[Case, ...] = (
         "fla packed 3000", "packed backward slow", T=3000, H=4, K=100, dtype=BF16,
         lengths=(1, 99, 200, 700, 1000, 1000), state=FP32, backward=True,
     ),
-    # Long and ragged traces; one long sequence with few heads.
+    # Long and ragged traces; long sequences with few heads.
     _case(
         "9k, two heads", "forward backward slow", T=9000, H=2, K=128, dtype=BF16, decay="slow", state=FP32,
         backward=True,
+    ),
+    _case(
+        "9k packed, one head", "packed backward slow", T=9300, H=1, K=128, dtype=BF16, lengths=(4130, 5100),
+        decay="slow", state=FP32, backward=True,
     ),
     _case("Kimi-Linear 48B-A3B ragged", "packed model slow", T=300, lengths=(1, 130, 169), state=FP32, **_MODEL),
     _case("8k ragged", "packed slow", T=8192, H=2, K=64, dtype=BF16, lengths=(1300, 547, 2048, 963, 271, 3063)),

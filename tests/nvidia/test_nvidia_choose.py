@@ -24,7 +24,6 @@ from kda_core_nvidia.choose.backward import (
 )
 from kda_core_nvidia.choose.chip import SHARED_LIMIT
 from kda_core_nvidia.choose.chunk import (
-    BlockConfig,
     HopperConfig,
     PrepareHopperConfig,
     TransitionsHopperConfig,
@@ -119,7 +118,7 @@ def test_the_backward_takes_kernels_for_hopper():
 
     assert kinds(backward(T=4096, B=2)) == {HopperConfig}
     assert kinds(backward(T=33)) == {HopperConfig}
-    assert kinds(replace(backward(T=2048, B=2), grad_o=None)) == {BlockConfig}
+    assert kinds(replace(backward(T=2048, B=2), grad_o=None)) == {HopperConfig}
 
 
 def test_programs_of_the_backward_s_recurrences_share_multiprocessors():

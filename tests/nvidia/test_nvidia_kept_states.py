@@ -84,12 +84,11 @@ def test_other_calls_save_no_states(name):
     assert len(saved_specs(forward, CHIPS[90])) == (3 if name == "recomputed" else 5)
 
 
-def test_a_backward_without_do_computes_states_again():
-    """The plain kernels take it: theirs are of every chunk."""
-    backward = replace(next(iter(STEPS.values()))[1], grad_o=None)
-    plan = plan_of(backward, CHIPS[90])
-    assert {"z", "states"} <= plan.buffers.keys()
-    assert "recurrences_kernel" in plan.kernels
+def test_zeros_stand_for_do_in_a_backward_without_it():
+    backward = next(iter(STEPS.values()))[1]
+    plan = plan_of(replace(backward, grad_o=None), CHIPS[90])
+    assert plan.kernels == plan_of(backward, CHIPS[90]).kernels
+    assert plan.buffers["do"].zeros
 
 
 def test_other_strides_of_v_are_no_other_choice():

@@ -251,9 +251,6 @@ def _calls(quick: bool) -> list[tuple[Case | None, str, Any]]:
             found += [(case, case.name, forward), (case, case.name, backward)]
             if "pool" in case.tags:
                 found.append((case, case.name, replace(forward, disable_recompute=True)))
-            if case.gate == "lower bound":
-                # The plain kernels, where those for Hopper serve the rest.
-                found.append((None, f"{case.name}, no do", replace(backward, grad_o=None)))
     gates = [call for gate in ((BF16, -5.0), (FP32, None)) for call in tool.gate_calls(*gate)]
     return found + [(None, *call) for call in (*gates, *tool.commit_calls(), *tool.layer_calls(quick))]
 

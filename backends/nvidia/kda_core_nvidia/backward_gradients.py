@@ -254,7 +254,7 @@ def gradients_kernel(
     k += i_b * s_kb + row0 * s_kt + (i_h // (HV // H)).to(tl.int64) * s_kh
     g += i_b * s_gb + row0 * s_gt + i_h.to(tl.int64) * s_gh
     beta += i_b * s_bb + row0 * s_bt + i_h.to(tl.int64) * s_bh
-    if do is not None and not TOKENS:
+    if not TOKENS:
         do += i_b * s_ob + row0 * s_ot + i_h.to(tl.int64) * s_oh
     block = i_slot.to(tl.int64) * HV + i_h
     if not DESCRIPTORS:
@@ -306,16 +306,15 @@ def gradients_kernel(
             b_lu = tl.dot(tl.trans(b_z), b_dv, b_lu, input_precision=PRECISION)
         b_dkr = tl.dot(b_s, b_dv, b_dkr, input_precision=PRECISION)
         b_dkc = tl.dot(b_ds, b_z, b_dkc, input_precision=PRECISION)
-        if do is not None:
-            if TOKENS:
-                b_do = tl.trans(do.load([row.to(tl.int32), (i_h * s_oh).to(tl.int32) + i_v * BV]))
-            else:
-                b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
-            if SCALAR:
-                b_mu = tl.dot(tl.trans(b_do), b_z, b_mu, input_precision=PRECISION)
-            else:
-                b_mu = tl.dot(tl.trans(b_z), b_do, b_mu, input_precision=PRECISION)
-            b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
+        if TOKENS:
+            b_do = tl.trans(do.load([row.to(tl.int32), (i_h * s_oh).to(tl.int32) + i_v * BV]))
+        else:
+            b_do = tl.load(do + o_c[None, :] * s_ot + o_v[:, None], mask=m_vc, other=0.0).to(dt)
+        if SCALAR:
+            b_mu = tl.dot(tl.trans(b_do), b_z, b_mu, input_precision=PRECISION)
+        else:
+            b_mu = tl.dot(tl.trans(b_z), b_do, b_mu, input_precision=PRECISION)
+        b_dq = tl.dot(b_s, b_do, b_dq, input_precision=PRECISION)
     if SCALAR:
         b_mu, b_lu = tl.trans(b_mu), tl.trans(b_lu)
     b_mu *= scale

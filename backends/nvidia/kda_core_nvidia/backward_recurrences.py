@@ -15,7 +15,7 @@ from kda_core_nvidia.backward_states import states_of_sequence
 
 @triton.jit(do_not_specialize=["T", "T_row", "NT", "o_scale", "programs"])
 def recurrences_kernel(
-    v, do,  # [B, T, HV, V], rows as their strides say; do or None
+    v, do,  # [B, T, HV, V], rows as their strides say
     keys,  # [slots, HV, 3, C, KP]: ke, qg and kA
     X, P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]

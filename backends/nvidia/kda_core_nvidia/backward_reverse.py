@@ -34,8 +34,7 @@ def reverse_of_sequence(
     dt = keys.dtype.element_ty
     slot0, length, first, row = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
     pair0, _, _, _ = rows_of(i_nh // HV, cu_seqlens, T, T_row, (NT + 1) // 2, s_ob, s_ot, 2 * C)
-    if do is not None:
-        do += first + i_h.to(tl.int64) * s_oh
+    do += first + i_h.to(tl.int64) * s_oh
     dv += (row * HV + i_h) * V
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -67,13 +66,12 @@ def reverse_of_sequence(
             tl.store(state_grads + block * (KP * VP) + o_s, b_sh)
         b_dv = tl.dot(b_sh, tl.trans(b_ka), input_precision=PRECISION)
         b_s *= b_d[None, :]
-        if do is not None:
-            o_do = tl.cast(i, tl.int64) * C * s_ot + o_c[:, None] * s_ot + o_v[None, :]
-            b_do = tl.trans(tl.load(do + o_do, mask=m_cv, other=0.0).to(dt))
-            b_p = tl.load(P + block * (C * C) + o_cc)
-            b_qg = tl.load(p_keys + C * KP + o_ck)
-            b_dv = tl.dot(b_do, b_p, b_dv, input_precision=PRECISION)
-            b_s = tl.dot(b_do, b_qg, b_s, input_precision=PRECISION)
+        o_do = tl.cast(i, tl.int64) * C * s_ot + o_c[:, None] * s_ot + o_v[None, :]
+        b_do = tl.trans(tl.load(do + o_do, mask=m_cv, other=0.0).to(dt))
+        b_p = tl.load(P + block * (C * C) + o_cc)
+        b_qg = tl.load(p_keys + C * KP + o_ck)
+        b_dv = tl.dot(b_do, b_p, b_dv, input_precision=PRECISION)
+        b_s = tl.dot(b_do, b_qg, b_s, input_precision=PRECISION)
         b_s = tl.dot(-b_dv.to(dt), b_ke, b_s, input_precision=PRECISION)
         o_dv = tl.cast(i, tl.int64) * (C * HV * V) + o_c[:, None] * (HV * V) + o_v[None, :]
         tl.store(dv + o_dv, tl.trans((b_dv * o_scale).to(dt)), mask=m_cv)

@@ -160,7 +160,6 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
         and r.g.dtype in (torch.bfloat16, torch.float32)
         and r.K == r.V
         and r.K in (128, 256)
-        and r.grad_o is not None
         and r.grad_o.dtype == r.q.dtype
         and r.B * r.T > 0
         # Rows of a descriptor are counted in 32 bits.
@@ -279,6 +278,9 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         half: the request is for half of the heads of another one.
         many: slots times heads from which ``gradients`` reads through descriptors.
     """
+    if request.grad_o is None:
+        # Zeros stand for it.
+        request = changed(request, grad_o=_dense_like(request.v, "do"))
     fragments = bool(request.cp_context)
     rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
     r = as_fragments(request, rows) if fragments or rows else request
@@ -286,9 +288,6 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
     do = _as_read(r.grad_o)
-    if do is None and (fragments or rows):
-        # Zeros stand for it there.
-        do = _dv(r)
     on_hopper = gradients_on_hopper(changed(r, grad_o=do), chip)
     paired = on_hopper and gradients_persistent(r, (r.B * T if rows else request.T) * HV)
     # States of pairs take half of the memory.
@@ -305,8 +304,8 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         v, do = chunk.as_copied(v), chunk.as_copied(do)
     config = backward_config(chip, dtype, KP, VP, r.N * HV)
 
-    def hopper(x: View | None) -> bool:
-        return VP == V and x is not None and all(chunk.serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
+    def hopper(x: View) -> bool:
+        return VP == V and all(chunk.serves(chip, dtype, most, HV, KP, V, x.cut(0, t)) for t in turns)
 
     states = reverse = config.recurrences
     if hopper(v) and hopper(do):
@@ -321,8 +320,9 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
-    tokens = descriptors and r.cu_seqlens is None and do is not None and T % CHUNK == 0 and VP == V
-    tokens = tokens and do.dtype == dtype and all(chunk.row_aligned(x.cut(0, t)) for t in turns for x in (do, _dv(r)))
+    tokens = descriptors and r.cu_seqlens is None and T % CHUNK == 0 and VP == V and do.dtype == dtype
+    dv = _dense_like(r.v, "dv")
+    tokens = tokens and all(chunk.row_aligned(x.cut(0, t)) for t in turns for x in (do, dv))
     return BackwardChoice(
         halves=tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
         if not (half or fragments or paired) and halved(request, chip)
@@ -346,11 +346,10 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     )
 
 
-def _as_read(x: View | None) -> View | None:
+def _as_read(x: View) -> View:
     """``x`` as the backward's kernels get it."""
-    return x if x is None or rows_readable(x) else x.contiguous()
+    return x if rows_readable(x) else x.contiguous()
 
 
-def _dv(r: Request) -> View:
-    """The gradient of v as it is written."""
-    return View("dv", r.v.shape, contiguous_strides(r.v.shape), r.q.dtype)
+def _dense_like(x: View, name: str) -> View:
+    return View(name, x.shape, contiguous_strides(x.shape), x.dtype)

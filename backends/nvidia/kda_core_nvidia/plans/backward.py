@@ -93,7 +93,7 @@ def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
     if not call.disable_recompute:
         prepared = w.prepare(dv, b.result)
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
-    segments = reverse_segments(b, w.with_do(), choice, prepared)
+    segments = reverse_segments(b, w.r, choice, prepared)
     summary, sums = sent_back(b, call)
     add_chain(b, w.whole, w.r, choice, segments, reverse=True, summary=summary, sums=sums)
     results = {"matrices": summary, "additions": sums, "dv": dv, **new}
@@ -108,7 +108,7 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     count = (5 if call.disable_recompute else 3) + call.use_qk_l2norm_in_kernel
     saved, (dv, *segments, ends) = call.saved[:count], call.saved[count:]
     w = _Backward(b, changed(call, saved=saved), choice, _sums(b, call))
-    r, (prepared, starts), given = w.with_do(), _prepared_before(w.r), ()
+    r, (prepared, starts), given = w.r, _prepared_before(w.r), ()
     if not call.disable_recompute:
         keys, D, X, *segments = segments
         prepared, given = prepared._replace(keys=keys, D=D, X=X), (keys, X)
@@ -186,6 +186,8 @@ class _Backward:
     """
 
     def __init__(self, b: Builder, call: Request, choice: BackwardChoice, into: dict[str, View]) -> None:
+        if call.grad_o is None:
+            call = changed(call, grad_o=b.scratch("do", call.v.shape, call.v.dtype, True))
         self.b, self.call, self.choice, self.into = b, call, choice, into
         self.part = "q" in into
         cut = call.cp_context or choice.segment_rows
@@ -196,10 +198,9 @@ class _Backward:
             r, self.sequences = cut_several(b, self.whole, choice.segment_rows)
         else:
             r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
-        names = [n for n in ROWS if getattr(r, n) is not None]
-        r = changed(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in names})
+        r = changed(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in ROWS})
         if self._cut_on_hopper:
-            r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o") if n in names})
+            r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o")})
         r = changed(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
         self.r, self.dtype = r, r.q.dtype
         self.B, self.T, self.H, self.K = r.q.shape
@@ -217,7 +218,7 @@ class _Backward:
         # The kernels for Hopper do the gradients of norms where they know sums over a row's channels.
         self.whole_rows = self.paired or (self.hopper and self.blocks == 1)
         # Batch and token strides of one long token axis.
-        views = [getattr(r, n) for n in names]
+        views = [getattr(r, n) for n in ROWS]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
         self.T_row = self.T if self.collapsed else 0
 
@@ -267,12 +268,6 @@ class _Backward:
         kept = kept_of(self.r) if self.r.saved else None
         return add_prepare(self.b, self.r, *how, dv, backward=True, kept=kept, new=new)
 
-    def with_do(self) -> Request:
-        """The call as kernels read it, with zeros for the gradient of the output where it has none."""
-        if self.r.grad_o is None:
-            self.r = changed(self.r, grad_o=self.b.scratch("do", self.r.v.shape, self.r.v.dtype, True))
-        return self.r
-
     def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
         """The states that the recurrences start from, joined over segments where the call is cut."""
         b, r = self.b, self.r
@@ -285,7 +280,6 @@ class _Backward:
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
         call = changed(self.call, initial_state=initial, grad_final_state=grad_final)
         first, transitions = self._starts(prepared, call)
-        r = self.with_do()
         last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call, self.sequences)
         b.free(transitions)
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
@@ -347,14 +341,14 @@ class _Backward:
         """States and reverse, in one launch; reverse alone where the forward has stored states and z."""
         choice, r, slots_of = self.choice, self.r, self._slots_of(turn)
         keys, X, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.P, prepared.D))
-        v, do = r.v.cut(0, turn), r.grad_o and r.grad_o.cut(0, turn)
+        v, do = r.v.cut(0, turn), r.grad_o.cut(0, turn)
         first, last = choice.states, choice.reverse
         programs = self.vp // first.block_v * self._heads(turn)
         named = self._names() | own | {"v": v, "do": do, "dv": dv.cut(0, turn), "programs": programs}
         for name in ("initial", "grad_final", "grad_initial"):
             x = getattr(states, name)
             named[f"{name}_state"] = x and x.cut(0, turn)
-        named |= self.strides("v", r.v) | self.strides("o", r.v if do is None else r.grad_o)
+        named |= self.strides("v", r.v) | self.strides("o", r.grad_o)
         if isinstance(first, HopperConfig):
             kernel = recurrences_hopper
             named |= first.constants | {"STAGES_REVERSE": last.stages, "OUT_REVERSE": last.out}
@@ -403,7 +397,7 @@ class _Backward:
         out: dict[str, View | None],
     ) -> None:  # fmt: skip
         r, choice, config, slots_of = self.r, self.choice, self.choice.gradients, self._slots_of(turn)
-        data = {n: (x := getattr(r, n)) and x.cut(0, turn) for n in ("q", "k", "v", "g", "beta", "grad_o")}
+        data = {n: getattr(r, n).cut(0, turn) for n in ROWS}
         part, do, dv = changed(r, **data), data["grad_o"], dv.cut(0, turn)
         exact = [x and x.cut(0, turn) for x in states.exact]
         named = self._names() | own | data | {"do": do, "dv": dv}
@@ -423,7 +417,7 @@ class _Backward:
             "MILD": mildest(self.dtype, r.use_qk_l2norm_in_kernel), "DESCRIPTORS": choice.descriptors,
             "TOKENS": choice.tokens,
         }  # fmt: skip
-        for letter, x in {"q": r.q, "k": r.k, "g": r.g, "b": r.beta, "o": r.grad_o or r.v}.items():
+        for letter, x in {"q": r.q, "k": r.k, "g": r.g, "b": r.beta, "o": r.grad_o}.items():
             named |= self.strides(letter, x)
         if choice.descriptors:
             named["z"] = matrix_tile(own["z"], CHUNK, self.vp, config.block_v)
