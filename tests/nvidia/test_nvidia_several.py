@@ -59,7 +59,9 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
         assert rows(request(1, **other)) == 0, other
     assert [rows(request(B=B)) for B in (2, 4, 5)] == [1024, 2048, 0]
     nobody = [replace(request(), cu_seqlens=empty(1, dtype=torch.int32)), pooled(request(B=0))]
-    assert [rows(r) for r in nobody] == [0, 0]
+    nobody += [request(B=0), request(B=0, save_for_backward=True)]
+    assert [rows(r) for r in nobody] == [0] * 4
+    assert starts_shape(metadata(nobody[-1])) == ()
     assert [rows(pooled(r)) for r in (request(), request(1))] == [768, 768]
     table = empty(1, 2, dtype=torch.int32)
     assert rows(pooled(request(1), checkpoint_indices=table, checkpoint_every=64)) == 0

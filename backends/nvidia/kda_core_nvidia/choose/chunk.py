@@ -349,7 +349,7 @@ def _programs(r: Request) -> int:
 
 def several(r: Request) -> bool:
     """Whether segments of a call may be several sequences', or their states in a pool: on Hopper alone."""
-    return r.cu_seqlens is not None or r.B > 1 or r.ssm_state_indices is not None
+    return r.cu_seqlens is not None or r.B != 1 or r.ssm_state_indices is not None
 
 
 def segment_rows(request: Request, chip: Chip) -> int:
