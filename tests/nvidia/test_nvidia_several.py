@@ -9,12 +9,14 @@ from typing import Any
 import installed
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 installed.need_backend("nvidia")
 installed.need_package("triton")
 
 from kda_core_nvidia.calls import plan_of
-from kda_core_nvidia.choose import CHIPS, choose_forward
+from kda_core_nvidia.choose import CHIPS, choose_backward, choose_forward
 from kda_core_nvidia.choose.chunk import hopper_config, most_of_several, several, starts_shape
 from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.plans.forward import saved_specs
@@ -102,6 +104,30 @@ def test_launches_of_a_step(call: dict[str, int]):
     assert recurrences["initial_state"].source == f"saved[{len(saved) - 1}]"
     shapes = {x.name: x.shape for x in plan.buffers.values() if x.role == "result"}
     assert shapes == {f"d{n}": getattr(r, n).shape for n in ("q", "k", "v", "g", "beta", "initial_state")}
+
+
+@given(
+    N=st.sampled_from([0, 1, 2, 4, 40]), B=st.integers(0, 4), T=st.sampled_from([0, 1, 100, 4095, 8192, 33000]),
+    H=st.sampled_from([1, 4, 16, 20]), K=st.sampled_from([64, 128, 256]), dtype=st.sampled_from([BF16, torch.half]),
+    do=st.booleans(), arch=st.sampled_from([80, 90, 120]), everything=st.booleans(),
+)  # fmt: skip
+@example(N=0, B=0, T=8192, H=4, K=128, dtype=BF16, do=True, arch=90, everything=False)
+def test_a_step_of_any_call(N: int, B: int, T: int, H: int, K: int, dtype: Any, do: bool, arch: int, everything: bool):
+    """What is saved is as announced, a backward is cut as its forward, and gradients have their inputs' shapes."""
+    chip = CHIPS[arch]
+    r = request(N, T, H, 1 if N else B, K, dtype, save_for_backward=True, disable_recompute=everything)
+    r = replace(r, initial_state=empty(*r.state_shape, dtype=torch.float32))
+    saved = saved_specs(metadata(r), chip)
+    plan = plan_of(r, chip)
+    made = [plan.buffers[x].shape for x in list(plan.results.values())[3:] if x is not None]
+    assert made == [x.shape for x in saved]
+    rows = choose_forward(metadata(r), chip).segment_rows
+    given = {"saved": tuple(empty(*x.shape, dtype=x.dtype) for x in saved), "grad_o": r.v if do else None}
+    r = replace(r, **given, save_for_backward=False, needs_grad=frozenset(DIFFERENTIABLE))
+    assert choose_backward(metadata(r), chip).segment_rows == rows
+    plan = plan_of(r, chip)
+    found = {n: plan.buffers[x].shape for n, x in plan.results.items() if x is not None}
+    assert found == {n: getattr(r, n).shape for n in ("q", "k", "v", "g", "beta", "initial_state")}
 
 
 def test_segments_fill_the_chip_once():
