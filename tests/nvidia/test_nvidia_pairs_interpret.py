@@ -140,6 +140,19 @@ def cut(name: str) -> list[list[int]]:
     return [x.tolist() for x in (*table, first[:, 1, 3])]
 
 
+def boundaries() -> list[int]:
+    """Those of a sequence of 200 rows in segments of 64, without any other table."""
+    from kda_core.triton_lib.fragments import segments_kernel
+
+    bounds = torch.full((5,), -7)
+    segments_kernel[(5,)](None, None, None, bounds, None, None, None, 1, 200, 64, 4, 0, 0, 0, 0, 0, False)
+    return bounds.tolist()
+
+
+def test_boundaries_of_one_sequence(found):
+    assert found["boundaries"] == [0, 64, 128, 192, 200]
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_segments_of_several_sequences(found, name: str):
     """Each sequence has one, and skipped ones none; its last state is stored once, where the call asks for it."""
@@ -203,5 +216,5 @@ if __name__ == "__main__":
         if call[2] != [0]:
             check_states(name)
             answer[f"{name}, states"] = True
-    answer |= {f"segments, {name}": cut(name) for name in SEGMENTS}
+    answer |= {f"segments, {name}": cut(name) for name in SEGMENTS} | {"boundaries": boundaries()}
     print(json.dumps(answer))

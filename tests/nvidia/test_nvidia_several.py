@@ -70,7 +70,7 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
 
 
 def test_steps_of_several_sequences():
-    """From 4,096 rows on average. What is saved has room for the segments of every chip."""
+    """From 4,096 rows on average. A forward saves with room for the segments of every chip."""
     steps = [request(N, T, save_for_backward=True) for N, T in ((1, 4095), (1, 4096), (2, 8191), (2, 8192))]
     assert [rows(r) for r in steps] == [0, 512, 0, 768]
     assert rows(request(B=2, save_for_backward=True)) == 1024
@@ -113,7 +113,7 @@ def test_launches_of_a_step(call: dict[str, int]):
 )  # fmt: skip
 @example(N=0, B=0, T=8192, H=4, K=128, dtype=BF16, do=True, arch=90, everything=False)
 def test_a_step_of_any_call(N: int, B: int, T: int, H: int, K: int, dtype: Any, do: bool, arch: int, everything: bool):
-    """What is saved is as announced, a backward is cut as its forward, and gradients have their inputs' shapes."""
+    """A forward saves as announced, a backward is cut as its forward, and gradients have their inputs' shapes."""
     chip = CHIPS[arch]
     r = request(N, T, H, 1 if N else B, K, dtype, save_for_backward=True, disable_recompute=everything)
     r = replace(r, initial_state=empty(*r.state_shape, dtype=torch.float32))
@@ -122,8 +122,8 @@ def test_a_step_of_any_call(N: int, B: int, T: int, H: int, K: int, dtype: Any, 
     made = [plan.buffers[x].shape for x in list(plan.results.values())[3:] if x is not None]
     assert made == [x.shape for x in saved]
     rows = choose_forward(metadata(r), chip).segment_rows
-    given = {"saved": tuple(empty(*x.shape, dtype=x.dtype) for x in saved), "grad_o": r.v if do else None}
-    r = replace(r, **given, save_for_backward=False, needs_grad=frozenset(DIFFERENTIABLE))
+    more = {"saved": tuple(empty(*x.shape, dtype=x.dtype) for x in saved), "grad_o": r.v if do else None}
+    r = replace(r, **more, save_for_backward=False, needs_grad=frozenset(DIFFERENTIABLE))
     assert choose_backward(metadata(r), chip).segment_rows == rows
     plan = plan_of(r, chip)
     found = {n: plan.buffers[x].shape for n, x in plan.results.items() if x is not None}

@@ -12,7 +12,7 @@ from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, changed, contiguous_strides
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.fragments import as_fragments, fragment_rows, fragment_transitions
+from kda_core_nvidia.choose.fragments import as_fragments, at_once, fragment_rows, fragment_transitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +292,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     paired = on_hopper and gradients_persistent(r, (r.B * T if rows else request.T) * HV)
     # States of pairs take half of the memory.
     turns = WHOLE if fragments or paired else turns_of(r, chip)
-    most, N = slots(r), r.N
-    if rows and not fragments and request.cu_seqlens is not None:
-        # As for the forward.
-        N -= 1
+    most, N = slots(r), at_once(request, r)
     if turns != WHOLE:
         N = max(turn.stop - turn.start for turn in turns)
         most = N * -(-T // CHUNK)

@@ -379,10 +379,13 @@ def segment_rows(request: Request, chip: Chip) -> int:
 
 def are_few(r: Request, prefill: bool = False) -> bool:
     """Whether several sequences are few and long enough to be cut; ``prefill`` as for ``cutting_pays``."""
+    return 0 < r.N <= MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)) and _is_long(r, prefill)
+
+
+def _is_long(r: Request, prefill: bool) -> bool:
     least = LEAST_TOTAL_PREFILL if prefill else LEAST_TOTAL_HOPPER
     # Lengths of packed sequences are on the GPU: those that are all of the same length shall not lose.
-    each = r.N if r.cu_seqlens is not None else 1
-    return 0 < r.N <= MOST_PROGRAMS // (LEAST_SEGMENTS * _programs(r)) and r.T >= least * each
+    return r.T >= least * (1 if r.cu_seqlens is None else r.N)
 
 
 def most_each(r: Request, chip: Chip) -> int:
@@ -407,7 +410,7 @@ def cutting_pays(r: Request, count: int, prefill: bool = False) -> bool:
     Args:
         prefill: no backward follows.
     """
-    return count >= LEAST_SEGMENTS and r.T >= (LEAST_TOTAL_PREFILL if prefill else LEAST_TOTAL_HOPPER)
+    return count >= LEAST_SEGMENTS and _is_long(r, prefill)
 
 
 def saved_slots(request: Request) -> int:

@@ -12,7 +12,7 @@ from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.fragments import as_fragments, fragment_rows, fragment_slots, fragment_transitions
+from kda_core_nvidia.choose.fragments import as_fragments, at_once, fragment_rows, fragment_slots, fragment_transitions
 
 
 def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> chunk.BlockConfig:
@@ -129,10 +129,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     r = as_fragments(request, rows) if fragments or rows else request
     transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
-    KP, count, heads = padded(K), slots(r), r.N * r.HV
-    if rows and not fragments and request.cu_seqlens is not None:
-        # The last segment has no rows, or there is one more for each sequence but one.
-        heads -= r.HV
+    KP, count, heads = padded(K), slots(r), at_once(request, r) * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     keeps = r.save_for_backward and keeps_states(request, chip)
     if keeps or ((fragments or rows) and isinstance(transitions, chunk.TransitionsHopperConfig)):

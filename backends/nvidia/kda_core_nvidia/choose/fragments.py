@@ -55,6 +55,14 @@ def as_fragments(r: Request, rows: int) -> Request:
     return chunk.as_segments(r, rows) if rows else changed(r, state_v_first=True)
 
 
+def at_once(call: Request, r: Request) -> int:
+    """Sequences of ``r``, which are the call's or its segments, that run side by side.
+
+    The last segment of packed sequences has no rows, or there is one more for each sequence but one.
+    """
+    return r.N - (r is not call and not call.cp_context and call.cu_seqlens is not None)
+
+
 def fragment_slots(r: Request) -> int:
     """Slots of the call in segments; where it recomputes at least one is saved, as for ``saved_slots``."""
     rows = fragment_rows(r)

@@ -283,7 +283,7 @@ class _Backward:
         last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call, self.sequences)
         b.free(transitions)
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
-        # Of several sequences some may be of one chunk.
+        # Some of several sequences may be of one chunk.
         return _States(first, last, own, (first, last) if self.sequences is not None else (None, None))
 
     def _starts(self, prepared: Prepared, call: Request) -> tuple[View, View | None]:

@@ -31,7 +31,7 @@ ROWS = ("q", "k", "v", "g", "beta", "grad_o")
 """Inputs [B, T, ..] of a call."""
 
 JOIN_ROWS = 16
-"""Value channels of a program of ``join_kernel``."""
+"""Value channels of a program of ``join_kernel``, and of ``first_segments_kernel``."""
 
 Choice = ForwardChoice | BackwardChoice
 
