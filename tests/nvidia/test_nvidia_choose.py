@@ -336,34 +336,30 @@ def test_which_calls_the_prepare_for_hopper_takes():
 def test_short_sequences():
     """By their mean length: kernels whose results have the same bits as others'."""
 
-    def kinds(**fields: Any) -> tuple[bool, int, bool]:
+    def kinds(**fields: Any) -> tuple[bool, bool, bool]:
         fields = {"T": 48 * N, "H": 40, "cu_seqlens": bounds, "safe_gate": True} | fields
         choice = choose_forward(metadata(request(**fields)), CHIPS[90])
         return getattr(choice.prepare, "paired", False), choice.finishes, choice.recurrence.stages == 3
 
     N = 60
     bounds = torch.empty(N + 1, dtype=torch.int64, device="meta")
-    assert kinds() == (True, 64, True)
-    assert kinds(T=48 * N + 1) == kinds(T=64 * N) == (False, 64, True)
-    assert kinds(T=64 * N + 1) == kinds(T=96 * N) == (True, 0, True)
-    assert kinds(T=96 * N + 1) == (False, 0, False)
-    # Decays without a bound: second chunks are left to the recurrence.
-    assert kinds(safe_gate=False) == (True, 32, True)
-    assert kinds(safe_gate=False, T=48 * N + 1) == (True, 0, True)
+    # Decays without a bound as others.
+    assert kinds() == kinds(safe_gate=False) == (True, True, True)
+    assert kinds(T=48 * N + 1) == kinds(T=64 * N) == kinds(T=64 * N, safe_gate=False) == (False, True, True)
+    assert kinds(T=64 * N + 1) == kinds(T=96 * N) == (True, False, True)
+    assert kinds(T=96 * N + 1) == (False, False, False)
     # Few sequences and heads: a recurrence with its programs finishes them.
-    assert kinds(H=4) == (True, 0, True)
-    assert kinds(H=5) == (True, 64, True)
-    assert kinds(H=2, T=64 * N) == (True, 0, True)
-    assert kinds(H=3, T=64 * N) == (False, 64, True)
-    assert kinds(H=35, safe_gate=False) == (True, 0, True)
-    assert kinds(H=36, safe_gate=False) == (True, 32, True)
+    assert kinds(H=4) == (True, False, True)
+    assert kinds(H=5) == kinds(H=5, safe_gate=False) == (True, True, True)
+    assert kinds(H=2, T=64 * N) == (True, False, True)
+    assert kinds(H=3, T=64 * N) == (False, True, True)
     # Their keys are read by others.
-    assert kinds(save_for_backward=True) == (True, 64, True)
-    assert kinds(save_for_backward=True, disable_recompute=True) == (True, 0, True)
-    assert kinds(V=64) == (True, 0, False)
-    # States are fetched ahead where they are float32, there is room for them, and decays take little arithmetic.
+    assert kinds(save_for_backward=True) == (True, True, True)
+    assert kinds(save_for_backward=True, disable_recompute=True) == (True, False, True)
+    assert kinds(V=64) == (True, False, False)
+    # States are fetched ahead where they are float32, and there is room for them, whatever decays do.
     for dtype, gate, promised, ahead in (
-        (FP32, BF16, True, True), (FP32, BF16, False, False), (BF16, BF16, True, False), (None, BF16, True, False),
+        (FP32, BF16, True, True), (FP32, BF16, False, True), (BF16, BF16, True, False), (None, BF16, True, False),
         (FP32, FP32, True, False),
     ):  # fmt: skip
         state = None if dtype is None else torch.empty(N, 40, 128, 128, dtype=dtype, device="meta")

@@ -407,8 +407,10 @@ def test_descriptors_of_gradients_lie_as_the_kernel_allocates_them(dtype: torch.
 @pytest.mark.parametrize(("H", "T", "more", "each", "stay"), [
     (15, 2048, {}, 0, 0),  # as fast without
     (16, 2048, {}, 2, 0),
-    (19, 8192, {}, 2, 0),
-    (20, 8192, {}, 3, 0),
+    (20, 8192, {}, 2, 0),
+    (21, 8192, {}, 3, 0),
+    (18, 8192, {"gate": "softplus"}, 2, 0),
+    (19, 8192, {"gate": "softplus"}, 3, 0),
     (24, 8192, {"gate_dtype": torch.float32}, 2, 0),
     (32, 8192, {}, 3, 1),
     (32, 8192, {"gate_dtype": torch.float32}, 2, 1),

@@ -60,11 +60,10 @@ def _columns(first, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def finish_pair(
-    k_blocks, q_blocks, w_blocks, v_blocks, squares, totals, state_buffer, bar, values, P, D, o, initial_state,
+    k_blocks, q_blocks, w_blocks, v_blocks, squares, totals, state_buffer, bar, values, P, o, initial_state,
     final_state, final_indices, starts, i_n, i_state, i_h, head1, index0, index1, row0, row1, count0, count1, s_vh,
     s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, pad_slot_id, s_final, final_slots, o_scale,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,
-    MOST: gl.constexpr, AHEAD: gl.constexpr,
+    V: gl.constexpr, C: gl.constexpr, V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Output and final state of two chunks of a head, or of one chunk of two heads.
 
@@ -72,15 +71,13 @@ def finish_pair(
         k_blocks, q_blocks, w_blocks: ke, qg and kA of both slots as [half of the channels, slot] blocks [C, 64].
         v_blocks: room for four such blocks, which nobody reads any more.
         squares: room for [4, C, C], likewise.
-        totals: D as [half of the channels, slot], 64 each, and room for as many, where there may be two chunks. One
-            chunk's is read from memory: it needs no registers before.
+        totals: D as [half of the channels, slot], 64 each, and room for as many.
         bar: a barrier that has been waited for once.
         values: descriptor of v, whose rows begin with ``row0`` and ``row1``.
         o: output of the first row.
         starts: the sequence starts from its state, rather than from zero.
         head1: the second slot's head; ``i_h`` where the second slot is the next chunk, or nobody's (``count1`` is 0).
-        index0, index1: rows of P, [.., C, C], and of D, [.., K], which this program has stored.
-        MOST: rows of a sequence, at most.
+        index0, index1: rows of P, [.., C, C], which this program has stored.
         AHEAD: states have a buffer, for which the first block has been asked where the sequence starts from it.
     """
     dtype: gl.constexpr = k_blocks.dtype
@@ -126,9 +123,7 @@ def finish_pair(
     if final_indices is not None:
         i_final = gl.load(final_indices + i_n * s_final).to(gl.int64)
     heads = 1 + (head1 > i_h).to(gl.int32)
-    chunks = 1
-    if MOST > C:
-        chunks = 1 + ((head1 == i_h) & (count1 > 0)).to(gl.int32)
+    chunks = 1 + ((head1 == i_h) & (count1 > 0)).to(gl.int32)
     for i in range(heads * BLOCKS):
         head = (i_h + i // BLOCKS).to(gl.int64)
         v = i % BLOCKS * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, HALF))
@@ -164,14 +159,8 @@ def finish_pair(
             left = gl.convert_layout(S1.to(dtype), LEFT)
             r_s = warpgroup_mma(left, k_blocks.index(2 + i_slot).permute((1, 0)), r_s, is_async=True)
             out = warpgroup_mma(left, q_blocks.index(2 + i_slot).permute((1, 0)), out, is_async=True)
-            if MOST > C:
-                S0 = S0 * decays.index(i_slot).load(gl.SliceLayout(0, HALF))[None, :]
-                S1 = S1 * decays.index(2 + i_slot).load(gl.SliceLayout(0, HALF))[None, :]
-            else:
-                p_decay = D + gl.where(i_slot > 0, index1, index0).to(gl.int64) * K
-                p_decay = p_decay + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, HALF))
-                S0 = S0 * gl.load(p_decay)[None, :]
-                S1 = S1 * gl.load(p_decay + BLOCK)[None, :]
+            S0 = S0 * decays.index(i_slot).load(gl.SliceLayout(0, HALF))[None, :]
+            S1 = S1 * decays.index(2 + i_slot).load(gl.SliceLayout(0, HALF))[None, :]
             r_s, out, left = warpgroup_mma_wait(0, deps=(r_s, out, left))
             residual = gl.convert_layout((-r_s).to(dtype), LEFT_SMALL)
             out = warpgroup_mma(residual, squares.index(i_slot).permute((1, 0)), out, is_async=True)

@@ -68,7 +68,7 @@ def prepare_hopper(
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr,  # as in recurrence_hopper
     PAIRED: gl.constexpr,  # a slot without its second goes with the same slot of the next head
-    FINISHED: gl.constexpr,  # sequences of so many rows (0, C or 2 C) are finished here, and their keys are not stored
+    FINISHED: gl.constexpr,  # sequences of up to 2 C rows are finished here, and their keys are not stored
     AHEAD: gl.constexpr,  # states of those, in float32, are fetched ahead
     G_BITS: gl.constexpr,  # of an element of g
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
@@ -94,7 +94,7 @@ def prepare_hopper(
                 has_state, final_indices, i_n, i_n, i_h, i_h // group, i_h, slot0, slot0 + 1, row0, row0 + C, count0,
                 count1, T, scale, lower_bound, HV, group, s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, pad_slot_id,
                 s_vh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale, K, V, C,
-                V_FIRST, LAST_CONTIGUOUS, False, 0, False, False, True, G_BITS, GATE, BOUNDED, L2NORM, SIGMOID,
+                V_FIRST, LAST_CONTIGUOUS, False, False, False, False, True, G_BITS, GATE, BOUNDED, L2NORM, SIGMOID,
                 NEG_EIGVAL,
             )  # fmt: skip
             tell(progress, item)

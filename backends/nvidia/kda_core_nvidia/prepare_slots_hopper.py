@@ -85,7 +85,7 @@ def prepare_slots(
         slot1, row1, count1 = slot0, row0, count0
     second = count1 > 0
     tail = (count0 < C) | (count1 < C)
-    alone = length <= FINISHED
+    alone = length <= 2 * C
     starts = alone & starts_from_state(has_state, i_n, s_has) if FINISHED and has_state is not None else alone
     # Blocks as bulk copies take them, and the same as tensors of three dimensions.
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], q.dtype)
@@ -299,7 +299,7 @@ def prepare_slots(
             store_part(kg1[part], tile_of(w_buffer, 1), part)
     fence_async_shared()
     block_barrier()
-    if FINISHED > C:
+    if FINISHED:
         total_buffer.index(0).store(gl.exp2(total0 + total1))  # nobody reads tile 0's any more
     out0 = (slot0 * HV + i_h) * (3 * C)
     out1 = (slot1 * HV + head1) * (3 * C)
@@ -394,11 +394,10 @@ def prepare_slots(
     if FINISHED and alone:
         first = o + (i_n.to(gl.int64) * s_ob if not PACKED else row0.to(gl.int64) * s_ot)
         finish_pair(
-            k_blocks, q_blocks, w_blocks, v_blocks, squares, total_buffer, state_buffer, rows_ready, values, P, D,
+            k_blocks, q_blocks, w_blocks, v_blocks, squares, total_buffer, state_buffer, rows_ready, values, P,
             first, initial_state, final_state, final_indices, starts, i_n, i_state, i_h, head1, slot0 * HV + i_h,
             slot1 * HV + head1, row0, row1, count0, count1, s_vh, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk,
-            s_fv, pad_slot_id, s_final, final_slots, o_scale, K, V, C, V_FIRST, LAST_CONTIGUOUS, FINISHED,
-            AHEAD,
+            s_fv, pad_slot_id, s_final, final_slots, o_scale, V, C, V_FIRST, LAST_CONTIGUOUS, AHEAD,
         )  # fmt: skip
     else:
         for half in gl.static_range(2):

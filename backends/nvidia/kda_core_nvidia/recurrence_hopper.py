@@ -429,7 +429,7 @@ def recurrence_hopper(
     LAST_CONTIGUOUS: gl.constexpr,  # the states' last stride is 1
     LAST_STATE: gl.constexpr,  # sequences are segments: only the last one's state is wanted, or as final_indices say
     BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of up to so many rows, packed; or 0
+    FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of up to 2 C rows, packed
     ODD: gl.constexpr,  # a sequence may have an odd number of chunks
 ):  # fmt: skip
     BLOCKS: gl.constexpr = V // BV
@@ -446,7 +446,7 @@ def recurrence_hopper(
             n = first + gl.arange(0, COUNT, layout=LINE)
             bos = gl.load(cu_seqlens + n, mask=n < N, other=0)
             length = gl.load(cu_seqlens + n + 1, mask=n < N, other=0) - bos
-            left = (n < N) & ((length <= 0) | (length > FINISHED))
+            left = (n < N) & ((length <= 0) | (length > 2 * C))
             numbers = gl.associative_scan(left.to(gl.int32), 0, _add)
             items = gl.max(numbers, 0) * (HV * BLOCKS)
             for i in range(item, items, gl.num_programs(0)):

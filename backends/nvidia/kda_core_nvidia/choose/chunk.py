@@ -39,8 +39,7 @@ class PrepareHopperConfig:
     Attributes:
         registers: of a thread.
         paired: for sequences most of which end with the first chunk of a pair: it is paired with that of the next head.
-        finishes: it also does what is left of sequences of up to so many rows: of one chunk, or of two. The recurrence
-            has the others.
+        finishes: it also does what is left of sequences of one chunk or two. The recurrence has the others.
         ahead: it fetches their states, which are float32, ahead.
         programs: where the recurrence follows it pair by pair, while both run (``progress_hopper``); else 0.
         stay: those that stay beside a program of the recurrence then.
@@ -49,7 +48,7 @@ class PrepareHopperConfig:
     registers: int
     num_warps: int = 4
     paired: bool = False
-    finishes: int = 0
+    finishes: bool = False
     ahead: bool = False
     programs: int = 0
     stay: int = 0

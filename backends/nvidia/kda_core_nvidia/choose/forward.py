@@ -69,9 +69,9 @@ class ForwardChoice:
     most_programs: int
 
     @property
-    def finishes(self) -> int:
-        """Rows of a sequence up to which ``prepare_hopper`` finishes it and the recurrence leaves it alone, or 0."""
-        return self.prepare.finishes if isinstance(self.prepare, chunk.PrepareHopperConfig) else 0
+    def finishes(self) -> bool:
+        """Whether ``prepare_hopper`` finishes sequences of one chunk or two, and the recurrence leaves them alone."""
+        return isinstance(self.prepare, chunk.PrepareHopperConfig) and self.prepare.finishes
 
     @property
     def follows(self) -> bool:
@@ -81,23 +81,17 @@ class ForwardChoice:
 
 def finishing(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chunk.PrepareHopperConfig:
     """``prepare_hopper`` for a call whose recurrence has a kernel for Hopper: finishes most sequences where it pays."""
-    # Decays without a bound take so much arithmetic that it is slower to finish second chunks.
-    rows, mean = (2 * CHUNK, chunk.MOSTLY_ONE_PAIR) if decays_bounded(r) else (CHUNK, chunk.MOSTLY_ONE_CHUNK)
     # A training step that keeps everything needs the keys.
-    if (r.save_for_backward and r.disable_recompute) or not chunk.short(r, mean):
+    if (r.save_for_backward and r.disable_recompute) or not chunk.short(r, chunk.MOSTLY_ONE_PAIR):
         return prepare
     paired = chunk.short(r, chunk.MOSTLY_ONE_CHUNK)
-    # Up to one program for each multiprocessor the recurrence is faster, since it has two where prepare has one. With
-    # much arithmetic it is faster up to eight, unless it would be launched for these sequences alone.
-    programs = 8 if rows == CHUNK and r.cu_seqlens is not None else 1
-    if r.N * r.HV <= (1 + paired) * programs * chip.multiprocessors:
+    # Up to one program for each multiprocessor the recurrence is faster, since it has two where prepare has one.
+    if r.N * r.HV <= (1 + paired) * chip.multiprocessors:
         return prepare
-    prepare = replace(prepare, finishes=rows, paired=paired)
+    prepare = replace(prepare, finishes=True, paired=paired)
     state = r.initial_state
     # With float32 decays, two programs and their states have no room.
-    if rows == CHUNK or r.g.dtype != torch.bfloat16:
-        return prepare
-    if state is None or state.dtype != torch.float32 or state.stride(-1) != 1:
+    if r.g.dtype != torch.bfloat16 or state is None or state.dtype != torch.float32 or state.stride(-1) != 1:
         return prepare
     return replace(prepare, ahead=True, registers=255)
 
@@ -105,9 +99,10 @@ def finishing(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chu
 LEAST_FOLLOWED = 0.24
 """Programs of a recurrence that follows ``prepare``, at least, for each multiprocessor. Fewer are as fast without."""
 
-_FOLLOWED = ((0.3, 2, 0), (0.4, 3, 0), (0.5, 3, 1))
-"""By such programs, at most: programs of ``prepare_hopper`` on a multiprocessor, and of those beside one of the
-recurrence, which takes twice the time then. With more programs ``prepare`` would have too few places."""
+_FOLLOWED = (((0.28, 0.31), 2, 0), ((0.4, 0.4), 3, 0), ((0.5, 0.5), 3, 1))
+"""By such programs, at most, without a bound of decays and with one: programs of ``prepare_hopper`` on a
+multiprocessor, and of those beside one of the recurrence, which takes twice the time then. With more programs
+``prepare`` would have too few places."""
 
 
 def followed(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chunk.PrepareHopperConfig:
@@ -117,7 +112,7 @@ def followed(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chun
     if not dense or load < LEAST_FOLLOWED or slots(r) * r.HV < 4 * chip.multiprocessors:
         return prepare
     for most, each, stay in _FOLLOWED:
-        if load <= most:
+        if load <= most[decays_bounded(r)]:
             return replace(prepare, programs=min(each, prepare.places) * chip.multiprocessors, stay=stay)
     return prepare
 
