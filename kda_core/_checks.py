@@ -64,9 +64,7 @@ def check_metadata(r: Request) -> None:
     """``check`` for a call of ``chunk_kda`` or ``fused_recurrent_kda``."""
     _check_data(r)
     _check_options(r)
-    _check_gate(
-        r.use_gate_in_kernel, r.A_log, r.dt_bias, r.lower_bound, r.safe_gate, (r.HV, r.K), r.device, r.compute_dtype
-    )
+    _check_gate(r, r.use_gate_in_kernel, r.safe_gate, (r.HV, r.K), r.compute_dtype)
     _check_packing(r)
     _check_state(r)
     check_slots(r)
@@ -81,9 +79,7 @@ def check_gate_metadata(r: GateRequest) -> None:
     expect_tensor("g", r.g, DATA_DTYPES)
     if r.g.dim() < 2:
         fail("g", "at least two dimensions [..., HV, K]", f"{shape_of(r.g)}")
-    _check_gate(
-        True, r.A_log, r.dt_bias, r.lower_bound, False, (r.g.shape[-2], r.g.shape[-1]), r.device, r.output_dtype
-    )
+    _check_gate(r, True, False, (r.g.shape[-2], r.g.shape[-1]), r.output_dtype)
 
 
 def check_kinds(r: AnyRequest) -> None:
@@ -221,11 +217,8 @@ def _check_data(r: Request) -> None:
     if HV < 1 or V < 1:
         fail("v", "at least one head and one channel", shape_of(r.v))
     if HV % H != 0:
-        fail(
-            "v",
-            f"a number of heads HV that is a multiple of H = {H} of q {shape_of(r.q)}",
-            f"HV = {HV} in {shape_of(r.v)}",
-        )
+        expected = f"a number of heads HV that is a multiple of H = {H} of q {shape_of(r.q)}"
+        fail("v", expected, f"HV = {HV} in {shape_of(r.v)}")
     expect_shape("g", r.g, (B, T, HV, K), "[B, T, HV, K]")
     expect_shape("beta", r.beta, (B, T, HV), "[B, T, HV]")
 
@@ -250,9 +243,9 @@ def _check_options(r: Request) -> None:
 
 
 def _check_gate(
-    in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, safe_gate: bool,
-    heads: tuple[int, int], device: torch.device, dtype: torch.dtype,
-) -> None:  # fmt: skip
+    r: Request | GateRequest, in_kernel: bool, safe_gate: bool, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    A_log, dt_bias, lower_bound = r.A_log, r.dt_bias, r.lower_bound
     if lower_bound is not None:
         expect_number("lower_bound", lower_bound)
         if not (lower_bound < 0 and is_normal(lower_bound, dtype)):
@@ -268,10 +261,10 @@ def _check_gate(
         fail("lower_bound", "a number, which safe_gate=True with use_gate_in_kernel=True needs", "None")
     HV, K = heads
     if A_log is not None:
-        expect_tensor("A_log", A_log, DATA_DTYPES, device)
+        expect_tensor("A_log", A_log, DATA_DTYPES, r.device)
         expect_shape("A_log", A_log, (HV,), "[HV]")
     if dt_bias is not None:
-        expect_tensor("dt_bias", dt_bias, DATA_DTYPES, device)
+        expect_tensor("dt_bias", dt_bias, DATA_DTYPES, r.device)
         if tuple(dt_bias.shape) != (HV, K):
             fail("dt_bias", f"shape [HV·K] = [{HV * K}] or [HV, K] = [{HV}, {K}]", shape_of(dt_bias))
 
@@ -305,11 +298,8 @@ def _check_state(r: Request) -> None:
     if r.ssm_state_indices is None:
         expect_shape("initial_state", state, r.state_shape, f"[N, HV, {symbols}]")
     elif state.dim() != 4 or tuple(state.shape[1:]) != r.state_shape[1:]:
-        fail(
-            "initial_state",
-            f"a pool of shape [slots, HV, {symbols}] = [slots, {str(list(r.state_shape[1:]))[1:]}",
-            shape_of(state),
-        )
+        expected = f"a pool of shape [slots, HV, {symbols}] = [slots, {str(list(r.state_shape[1:]))[1:]}"
+        fail("initial_state", expected, shape_of(state))
     if r.written_states == "initial_state":
         expect_no_overlap("initial_state", state)
 

@@ -26,20 +26,19 @@ def is_meta(request: AnyRequest) -> bool:
     return request.device.type == "meta"
 
 
-def empty_h(r: Request, chunks: int | torch.SymInt) -> Tensor:
-    """The intermediate states, with any content."""
-    return r.v.new_empty((r.B, chunks, *r.state_shape[1:]), dtype=r.h_dtype)
-
-
-def empty_final_state(r: Request) -> Tensor | None:
-    """The final state of a call, with any content; None if it has none."""
-    wanted = r.output_final_state and not r.inplace_final_state
-    return r.v.new_empty(r.state_shape, dtype=r.state_dtype) if wanted else None
-
-
 def empty_o(r: Request) -> Tensor:
     """The output of a call, with any content."""
     return r.v.new_empty((r.B, r.T, r.HV, r.V), dtype=r.q.dtype)
+
+
+def empty_results(r: Request, chunks: Callable[[Request], int | torch.SymInt] = chunks_of) -> ForwardResult:
+    """What a call makes, with any content; ``chunks``: the number of its intermediate states."""
+    final_state = h = None
+    if r.output_final_state and not r.inplace_final_state:
+        final_state = r.v.new_empty(r.state_shape, dtype=r.state_dtype)
+    if r.return_intermediate_states:
+        h = r.v.new_empty((r.B, chunks(r), *r.state_shape[1:]), dtype=r.h_dtype)
+    return ForwardResult(empty_o(r) if r.out is None else r.out, final_state, h)
 
 
 def empty_decay(r: GateRequest) -> Tensor:
@@ -62,9 +61,7 @@ class MetaBackend(Backend):
         return ()
 
     def kda_core_chunk_forward(self, request: Request) -> ForwardResult:
-        r = request
-        h = empty_h(r, chunks_of(r)) if r.return_intermediate_states else None
-        return ForwardResult(empty_o(r) if r.out is None else r.out, empty_final_state(r), h)
+        return empty_results(request)
 
     def kda_core_chunk_backward(self, request: Request | GateRequest) -> BackwardResult:
         inputs = {name: getattr(request, name) for name in request.needs_grad}

@@ -144,13 +144,10 @@ def _fake_forward(r: AnyRequest) -> Any:
         return _meta.empty_decay(r)
     if isinstance(r, CommitRequest):
         return None
-    o = _absent(r.v) if r.out is not None else _meta.empty_o(r)
-    h = None
-    if r.return_intermediate_states:
-        # Traced boundaries have no values: the number of chunks is known only at run time.
-        known = r.cu_seqlens is None or is_plain(r.cu_seqlens_cpu)
-        h = _meta.empty_h(r, chunks_of(r) if known else torch.library.get_ctx().new_dynamic_size())
-    return o, or_absent(_meta.empty_final_state(r), r.v), or_absent(h, r.v)
+    # Traced boundaries have no values: the number of chunks is known only at run time.
+    known = r.cu_seqlens is None or is_plain(r.cu_seqlens_cpu)
+    chunks = chunks_of if known else lambda r: torch.library.get_ctx().new_dynamic_size()
+    return _results(r, _meta.empty_results(r, chunks))
 
 
 def _results(r: Request, result: ForwardResult) -> tuple[Tensor, ...]:

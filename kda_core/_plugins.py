@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -119,8 +120,8 @@ class Registry:
             The ledger's entry; look at its ``state``.
         """
         with self._lock:
-            name = fallback_name or getattr(plugin, "__name__", type(plugin).__name__)
-            entry_point = entry_point or f"{getattr(plugin, '__name__', type(plugin).__name__)}"
+            own = getattr(plugin, "__name__", type(plugin).__name__)
+            name, entry_point = fallback_name or own, entry_point or own
 
             def record(state: State, reason: str = "", info: BackendInfo | None = None) -> LedgerEntry:
                 entry = LedgerEntry(info.name if info else name, distribution, entry_point, state, reason, info)
@@ -144,7 +145,8 @@ class Registry:
             problem = contract_problem(self.manager, plugin, info)
             if problem is not None:
                 return record("broken", problem, info)
-            if self._name_taken(info.name):
+            rivals = (e.state for e in self._ledger if e.info is not None and e.info.name == info.name)
+            if not {"loaded", "conflict"}.isdisjoint(rivals):
                 self._withdraw(info.name, distribution)
                 return record("conflict", f"another installed wheel claims the name {info.name!r} too", info)
             self.manager.register(plugin)
@@ -179,12 +181,7 @@ class Registry:
         self._choices.clear()
         self._asked.clear()
         for backend in self._backends.values():
-            backend._callers.clear()
-
-    def _name_taken(self, name: str) -> bool:
-        return any(
-            e.info is not None and e.info.name == name and e.state in ("loaded", "conflict") for e in self._ledger
-        )
+            backend.forget_callers()
 
     def _withdraw(self, name: str, rival: str) -> None:
         """Remove a backend whose name a second wheel claims: neither serves, so installation order never decides."""
@@ -195,9 +192,7 @@ class Registry:
         self._forget_choices()
         reason = f"another installed wheel ({rival or 'registered by hand'}) claims the name {name!r} too"
         self._ledger = [
-            LedgerEntry(e.name, e.distribution, e.entry_point, "conflict", reason, e.info)
-            if e.name == name and e.state == "loaded"
-            else e
+            replace(e, state="conflict", reason=reason) if (e.name, e.state) == (name, "loaded") else e
             for e in self._ledger
         ]
 
@@ -228,11 +223,9 @@ class Registry:
         backend = self._backends.get(name)
         if backend is not None:
             return backend
-        for entry in self._ledger:
-            if entry.name == name:
-                raise BrokenBackend(
-                    f"backend {name!r} ({entry.distribution or entry.entry_point}) is {entry.state}: {entry.reason}"
-                )
+        for e in self._ledger:
+            if e.name == name:
+                raise BrokenBackend(f"backend {name!r} ({e.distribution or e.entry_point}) is {e.state}: {e.reason}")
         installed = ", ".join(b.info.name for b in self.backends)
         wheels = {b: w for w, b in platforms.BACKEND_OF_WHEEL.items()}
         hint = f"; install it: {platforms.install_command(wheels[name])}" if name in wheels else ""

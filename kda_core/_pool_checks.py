@@ -168,11 +168,8 @@ def check_commit(r: CommitRequest) -> None:
     expect_no_overlap("pool", r.pool)
     expect_tensor("records", r.records, (torch.float32, torch.float64), r.device)
     if r.records.dim() != 4 or tuple(r.records.shape[2:]) != (r.HV, 2 * r.K + r.V):
-        fail(
-            "records",
-            f"shape [B, T, HV, 2K + V] = [B, T, {r.HV}, {2 * r.K + r.V}] beside this pool",
-            shape_of(r.records),
-        )
+        expected = f"shape [B, T, HV, 2K + V] = [B, T, {r.HV}, {2 * r.K + r.V}] beside this pool"
+        fail("records", expected, shape_of(r.records))
     expect_rows("records", r.records)
     if r.pool.dtype == torch.float64 and r.records.dtype != torch.float64:
         raise TypeError("records: expected dtype float64, as the pool has, got float32")

@@ -35,26 +35,22 @@ def register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for row in _schemas.OPERATORS.values():
-        of_gate = row.op == "kda_gate"
         products_of = {row.functional: FORWARD_PRODUCTS, row.writing: FORWARD_PRODUCTS, row.backward: BACKWARD_PRODUCTS}
         for schema, products in products_of.items() if row.op != "commit_kda" else ():
             if schema is not None:
                 packet = getattr(torch.ops.kda_core, schema.name)
-                register_flop_formula(packet, get_raw=True)(_nothing if of_gate else _formula(schema, products))
+                register_flop_formula(packet, get_raw=True)(_formula(schema, products))
 
 
 def _formula(schema: _schemas.Schema, products: int) -> Callable[..., int]:
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         given = schema.bind(args, kwargs)
+        if "q" not in given:  # the gate has no products
+            return 0
         K, (HV, V) = given["q"].shape[3], given["v"].shape[2:]
         return 2 * products * _tokens(given) * HV * K * V
 
     return flops
-
-
-def _nothing(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """The gate has no products."""
-    return 0
 
 
 def _tokens(given: dict[str, Any]) -> int:

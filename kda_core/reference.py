@@ -126,11 +126,12 @@ def _before(states: list[Tensor], t: int, parents: Tensor | None) -> Tensor:
     return torch.stack([states[min(p, t - 1) + 1 if p >= 0 else 0][n] for n, p in enumerate(parents[:, t].tolist())])
 
 
-def sequence_bounds(r: Request) -> list[tuple[int, int, int]]:
+def sequence_bounds(r: Request | CommitRequest) -> list[tuple[int, int, int]]:
     """(batch row, first token, end) of every sequence."""
     if r.cu_seqlens is None:
-        return [(b, 0, r.T) for b in range(r.B)]
-    cuts = (r.cu_seqlens if r.cu_seqlens_cpu is None else r.cu_seqlens_cpu).tolist()
+        return [(n, 0, r.T) for n in range(r.N)]
+    copy = getattr(r, "cu_seqlens_cpu", None)
+    cuts = (r.cu_seqlens if copy is None else copy).tolist()
     return [(0, start, end) for start, end in itertools.pairwise(cuts)]
 
 
@@ -243,50 +244,35 @@ def forward(r: Request, steps: Callable[..., tuple[Tensor, list[Tensor]]] = recu
         r = r.after_commit()
     result = oracle(r, token_states=r.inplace_final_state, steps=steps)
 
-    def layout(state: Tensor, dtype: torch.dtype) -> Tensor:
-        return (state.mT if r.state_v_first else state).to(dtype).contiguous()
-
-    _write_pool(r, result)
-    _write_checkpoints(r, result)
+    every = 1 if r.writes_every_token else 0
+    _write_states(r, result, r.written_states, r.written_slots, every)
+    _write_states(r, result, r.checkpoint_states, r.checkpoint_indices, r.checkpoint_every)
     _write_records(r, result)
     o = result.o.to(r.q.dtype)
     if r.out is not None:
         o = r.out.copy_(o)
-    return ForwardResult(
-        o=o,
-        final_state=layout(result.final_state, r.state_dtype)
-        if r.output_final_state and not r.inplace_final_state
-        else None,
-        h=layout(result.h, r.h_dtype) if r.return_intermediate_states else None,
-    )
+    final_state = None
+    if r.output_final_state and not r.inplace_final_state:
+        final_state = _stored(r, result.final_state, r.state_dtype)
+    return ForwardResult(o, final_state, _stored(r, result.h, r.h_dtype) if r.return_intermediate_states else None)
 
 
-def _write_pool(r: Request, result: OracleResult) -> None:
-    if r.written_states is None:
+def _stored(r: Request | CommitRequest, states: Tensor, dtype: torch.dtype) -> Tensor:
+    """States [..., K, V] in the layout of the call."""
+    return (states.mT if r.state_v_first else states).to(dtype).contiguous()
+
+
+def _write_states(r: Request, result: OracleResult, name: str | None, table: Tensor | None, every: int) -> None:
+    """Write the states after ``every`` so many tokens to the slots in the table's columns; 0: after the last token."""
+    if name is None or result.token_states is None:
         return
-    pool, slots, every_token = getattr(r, r.written_states), _slots(r, r.written_slots), r.writes_every_token
+    pool, slots = getattr(r, name), _slots(r, table).tolist()
     for n, (_, start, end) in enumerate(sequence_bounds(r)):
-        if result.skipped[n] or start == end or result.token_states is None:
-            continue
-        written = range(end - start) if every_token else [end - start - 1]
-        for t in written:
-            slot = int(slots[n, t if every_token else 0])
-            if slot >= 0:
-                state = result.token_states[n, t]
-                pool[slot] = (state.mT if r.state_v_first else state).to(pool.dtype)
-
-
-def _write_checkpoints(r: Request, result: OracleResult) -> None:
-    if r.checkpoint_states is None or result.token_states is None:
-        return
-    pool, slots = getattr(r, r.checkpoint_states), _slots(r, r.checkpoint_indices)
-    for n, (_, start, end) in enumerate(sequence_bounds(r)):
-        for slot, t in zip(
-            slots[n].tolist(), range(r.checkpoint_every, end - start + 1, r.checkpoint_every), strict=False
-        ):
-            if 0 <= slot < pool.shape[0] and not result.skipped[n]:
-                state = result.token_states[n, t - 1]
-                pool[slot] = (state.mT if r.state_v_first else state).to(pool.dtype)
+        length = end - start
+        ends = range(every, length + 1, every) if every else [length] if length else []
+        for slot, t in zip(slots[n], ends, strict=False):
+            if 0 <= slot < len(pool) and not result.skipped[n]:
+                pool[slot] = _stored(r, result.token_states[n, t - 1], pool.dtype)
 
 
 def _write_records(r: Request, result: OracleResult) -> None:
@@ -299,21 +285,16 @@ def _write_records(r: Request, result: OracleResult) -> None:
 
 def committed(r: CommitRequest) -> dict[int, Tensor]:
     """The states that a commit writes, in float64 and [HV, K, V], by their slots."""
-    lengths = [r.T] * r.N
-    first = [0] * r.N
-    if r.cu_seqlens is not None:
-        cuts = r.cu_seqlens.tolist()
-        first, lengths = cuts[:-1], [end - start for start, end in itertools.pairwise(cuts)]
     found: dict[int, Tensor] = {}
-    for n, (slot, count) in enumerate(zip(r.state_indices.tolist(), r.num_accepted.tolist(), strict=True)):
-        count = min(max(count, 0), lengths[n] if r.path is None else r.path.shape[1])
-        if not 0 <= slot < len(r.pool) or slot == r.pad_slot_id or not count or not lengths[n]:
+    rows_of = zip(sequence_bounds(r), r.state_indices.tolist(), r.num_accepted.tolist(), strict=True)
+    for n, ((b, start, end), slot, count) in enumerate(rows_of):
+        count = min(max(count, 0), end - start if r.path is None else r.path.shape[1])
+        if not 0 <= slot < len(r.pool) or slot == r.pad_slot_id or not count or start == end:
             continue
         tokens = torch.arange(count, device="cpu") if r.path is None else r.path[n, :count].cpu().long()
-        tokens = tokens.clamp(0, lengths[n] - 1).to(r.records.device)
-        rows = r.records[0 if r.cu_seqlens is not None else n, first[n] + tokens].double()
-        state = r.pool[slot].double()
-        state = state.mT if r.state_v_first else state
+        tokens = tokens.clamp(0, end - start - 1).to(r.records.device)
+        rows = r.records[b, start + tokens].double()
+        state = (r.pool[slot].mT if r.state_v_first else r.pool[slot]).double()
         for k, decay, u in zip(*rows.split([r.K, r.K, r.V], -1), strict=True):
             decay = torch.where(decay < 0, 1 + decay, decay)
             state = decay[..., None] * state + k[..., None] * u[..., None, :]
@@ -324,7 +305,7 @@ def committed(r: CommitRequest) -> dict[int, Tensor]:
 def commit(r: CommitRequest) -> Tensor:
     """Run ``commit_kda``."""
     for slot, state in committed(r).items():
-        r.pool[slot] = (state.mT if r.state_v_first else state).to(r.pool.dtype)
+        r.pool[slot] = _stored(r, state, r.pool.dtype)
     return r.pool
 
 
@@ -411,13 +392,7 @@ class ReferenceBackend:
     def kda_core_chunk_backward(self, request: Request) -> BackwardResult:
         return _on_a_fresh_thread(lambda: backward(request))
 
-    @hookimpl
-    def kda_core_recurrent_forward(self, request: Request) -> ForwardResult:
-        return forward(request)
-
-    @hookimpl
-    def kda_core_recurrent_backward(self, request: Request) -> BackwardResult:
-        return _on_a_fresh_thread(lambda: backward(request))
+    kda_core_recurrent_forward, kda_core_recurrent_backward = kda_core_chunk_forward, kda_core_chunk_backward
 
     @hookimpl
     def kda_core_commit(self, request: CommitRequest) -> Tensor:

@@ -59,11 +59,12 @@ class PoolRows:
 
     def gathered(self, request: Request, pool: Tensor) -> Tensor:
         """[N, HV, K, V] states that the sequences start from, out of ``pool`` [slots, HV, K, V]."""
-        read = torch.tensor(self.slot, device="cpu") >= 0
+        slots = torch.tensor(self.slot, dtype=torch.long, device="cpu")
+        read = slots >= 0
         if request.has_initial_state is not None:
             read &= request.has_initial_state
-        found = pool.new_zeros(len(self.slot), *pool.shape[1:])
-        found[read] = pool[torch.tensor(self.slot, dtype=torch.long, device="cpu")[read]]
+        found = pool.new_zeros(len(slots), *pool.shape[1:])
+        found[read] = pool[slots[read]]
         return found
 
     @property
@@ -99,13 +100,11 @@ class States:
 
         Additional channels become zero.
         """
-        source = self.source(ids, heads)
-        if source is None:
-            return into.zero_()
-        if into.shape == source.shape:
-            return into.copy_(source)
-        K, V = self.shape
-        into.zero_()[:, :K, :V] = source
+        source, (K, V) = self.source(ids, heads), self.shape
+        if source is None or into.shape != source.shape:
+            into.zero_()
+        if source is not None:
+            into[:, :K, :V] = source
         return into
 
     def source(self, ids: list[int], heads: slice) -> Tensor | None:
