@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import accumulate
 from operator import attrgetter, or_
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core.call_plan import CallPlan
+from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.request import (
+    DIFFERENTIABLE,
     AnyRequest,
     BackwardResult,
     Begun,
@@ -28,10 +30,9 @@ from kda_core.request import (
     ShortConvolutionRequest,
     TensorSpec,
 )
-from kda_core.triton_lib.describe import describe
 from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
-from kda_core.triton_lib.plan import EDGE_NAMES, EDGES, Plan
+from kda_core.triton_lib.plan import EDGE_NAMES, EDGES, Launch, Plan, Step
 from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, is_current
 
 if INTERPRET:
@@ -43,40 +44,38 @@ if INTERPRET:
 MAX_PLANS = 1024
 """Plans that are kept, of some 20 KB each; the oldest is dropped first."""
 
-_CHUNK = (
+
+def _named(*names: str) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """Names of inputs, and what reads them from a request."""
+    return names, attrgetter(*names)
+
+
+_CHUNK, _chunk_inputs = _named(
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "ssm_state_indices", "out"),
     *("has_initial_state", "final_state_indices", "final_state_pool", "checkpoint_indices", "checkpoint_pool"),
 )
-_chunk_inputs = attrgetter(*_CHUNK)
-_BACKWARD = (
+_BACKWARD, _backward_inputs = _named(
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "grad_o", "grad_final_state"),
 )
-_backward_inputs = attrgetter(*_BACKWARD)
-_MORE = tuple(tuple(f"saved[{i}]" for i in range(n)) for n in range(20))
-"""Names of tensors that are handed on from an earlier part of a call, by their number."""
-_edges_of = attrgetter(*EDGES)
-_SAVED = tuple((*_BACKWARD, *more) for more in _MORE)
-"""Names of a backward's inputs, by the number of tensors that are handed on."""
-_NO_EDGES = (None,) * len(EDGES)
-_HALF = tuple((*_CHUNK, *more, *EDGE_NAMES) for more in _MORE)
-_HALF_OF_BACKWARD = tuple((*_BACKWARD, *more, *EDGE_NAMES) for more in _MORE)
-_RECURRENT = (*_CHUNK, "num_accepted_tokens", "records", "commit", "num_committed", "parents", "commit_path")
-_recurrent_inputs = attrgetter(*_RECURRENT)
-_COMMIT = ("pool", "records", "num_accepted", "state_indices", "cu_seqlens", "path")
-_commit_inputs = attrgetter(*_COMMIT)
-_GATE = ("g", "A_log", "dt_bias", "grad_output")
-_gate_inputs = attrgetter(*_GATE)
-_CONVOLUTION_GRADIENTS = ("grad_output", "grad_second", "grad_third", "grad_final_state")
-_convolution_gradients = attrgetter(*_CONVOLUTION_GRADIENTS)
-_CONVOLUTION = ("x", "weight", "bias", "initial_state", "cu_seqlens", *_CONVOLUTION_GRADIENTS)
-_convolution_inputs = attrgetter(*_CONVOLUTION)
-_NORM = ("x", "gate", "weight", "grad_output")
-_norm_inputs = attrgetter(*_NORM)
-_DECODE_STEP = (
+_RECURRENT, _recurrent_inputs = _named(
+    *_CHUNK, "num_accepted_tokens", "records", "commit", "num_committed", "parents", "commit_path"
+)
+_COMMIT, _commit_inputs = _named("pool", "records", "num_accepted", "state_indices", "cu_seqlens", "path")
+_GATE, _gate_inputs = _named("g", "A_log", "dt_bias", "grad_output")
+_GRADIENTS, _gradients = _named("grad_output", "grad_second", "grad_third", "grad_final_state")
+_CONVOLUTION, _convolution_inputs = _named("x", "weight", "bias", "initial_state", "cu_seqlens", *_GRADIENTS)
+_NORM, _norm_inputs = _named("x", "gate", "weight", "grad_output")
+_DECODE_STEP, _decode_step_inputs = _named(
     *("x", "g", "beta", "conv_state", "weight", "state", "bias", "indices", "accepted", "A_log", "dt_bias"),
     *("norm_gate", "norm_weight", "out", "records", "commit", "num_committed", "commit_inputs"),
 )
-_decode_step_inputs = attrgetter(*_DECODE_STEP)
+_edges_of, _NO_EDGES = attrgetter(*EDGES), (None,) * len(EDGES)
+_MORE = tuple(tuple(f"saved[{i}]" for i in range(n)) for n in range(20))
+"""Names of tensors that are handed on from an earlier part of a call, by their number."""
+_SAVED = tuple((*_BACKWARD, *more) for more in _MORE)
+"""Names of a backward's inputs, by the number of tensors that are handed on."""
+_HALF = tuple((*_CHUNK, *more, *EDGE_NAMES) for more in _MORE)
+_HALF_OF_BACKWARD = tuple((*more, *EDGE_NAMES) for more in _SAVED)
 
 
 def h_shape(request: Request) -> tuple[int, ...]:
@@ -203,14 +202,10 @@ class Calls:
         return ForwardResult(o=o, final_state=None if request.inplace_final_state else final_state, h=h, saved=saved)
 
     def chunk_backward(self, request: Request) -> BackwardResult:
-        """Gradients of ``chunk_kda`` for ``request.grad_o`` and ``request.grad_final_state`` (either may be None).
+        """Gradients of ``chunk_kda``, for all inputs that have one, whichever are asked for.
 
         Those of ``fused_recurrent_kda`` as well, which is the same function: its other arguments (a pool,
         ``num_accepted_tokens``) are not differentiable and never come this far.
-
-        Returns:
-            gradients of q, k, v, g, beta, and of A_log, dt_bias and initial_state where the call has them, each in the
-            shape and dtype of its input (dt_bias as [HV, K]), contiguous.
         """
         if torch.is_grad_enabled():
             # Autograd has it off already, and the context takes as long as a launch.
@@ -226,16 +221,13 @@ class Calls:
         return _begun(self._half(request, "begin", ()))
 
     def chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
-        """The second half."""
         o, final_state, h, *saved = self._half(request, "finish", (*kept, starts)).values()
         return ForwardResult(o, final_state, h, tuple([x for x in saved if x is not None]))
 
     def chunk_begin_backward(self, request: Request) -> Begun:
-        """The first half of the backward."""
         return _begun(self._half(request, "begin_backward", request.saved))
 
     def chunk_finish_backward(self, request: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> BackwardResult:
-        """The second half."""
         return BackwardResult(grads=self._half(request, "finish_backward", (*request.saved, *kept, ends)))
 
     def _half(self, request: Request, half: str, more: tuple[Any, ...]) -> dict[str, Any]:
@@ -255,14 +247,12 @@ class Calls:
         return self.run(request, _kind(request, key), names[len(more)], inputs, more, (half,))
 
     def recurrent_forward(self, request: Request) -> ForwardResult:
-        """Run ``fused_recurrent_kda`` for a call that the plugin accepted."""
         made = self.run(request, _kind(request, "forward"), _RECURRENT, _recurrent_inputs(request))
         return ForwardResult(o=made["o"], final_state=None if request.inplace_final_state else made["final_state"])
 
     recurrent_backward = chunk_backward
 
     def commit(self, request: CommitRequest) -> Tensor:
-        """Run ``commit_kda``."""
         self.run(request, "commit", _COMMIT, _commit_inputs(request))
         return request.pool
 
@@ -271,21 +261,18 @@ class Calls:
         return self.run(request, "gate", _GATE, _gate_inputs(request))["log_decay"]
 
     def gate_backward(self, request: GateRequest) -> BackwardResult:
-        """Run the backward of ``kda_gate`` for ``request.needs_grad``."""
         key = "gate backward", _gradient_kind(request.grad_output), request.needs_grad
         return BackwardResult(self.run(request, key, _GATE, _gate_inputs(request)))
 
     def _convolve(self, request: ShortConvolutionRequest) -> dict[str, Any]:
-        key = tuple(map(_gradient_kind, _convolution_gradients(request)))
+        key = tuple(map(_gradient_kind, _gradients(request)))
         return self.run(request, key, _CONVOLUTION, _convolution_inputs(request))
 
     def short_convolution_forward(self, request: ShortConvolutionRequest) -> ForwardResult:
-        """Run ``kda_core.nn.short_convolution``."""
         made = self._convolve(request)
         return ForwardResult(o=made["y"], final_state=made["final"])
 
     def short_convolution_backward(self, request: ShortConvolutionRequest) -> BackwardResult:
-        """Run its backward."""
         grads = self._convolve(request)
         return BackwardResult({**grads, "weight": grads["weight"].t()})
 
@@ -293,15 +280,12 @@ class Calls:
         return self.run(request, _gradient_kind(request.grad_output), _NORM, _norm_inputs(request))
 
     def gated_rms_norm_forward(self, request: GatedNormRequest) -> Tensor:
-        """Run ``kda_core.nn.gated_rms_norm``."""
         return self._norm(request)["y"]
 
     def gated_rms_norm_backward(self, request: GatedNormRequest) -> BackwardResult:
-        """Run its backward."""
         return BackwardResult(self._norm(request))
 
     def decode_step(self, request: DecodeStepRequest) -> Tensor:
-        """Run ``kda_core.nn.kda_decode_step``."""
         made = self.run(request, "step", _DECODE_STEP, _decode_step_inputs(request))["o"]
         return made if request.out is None else request.out
 
@@ -310,12 +294,57 @@ class Calls:
         return self._saved_specs(request, self._chip(request.device)) if request.op == "chunk_kda" else ()
 
     def describe(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
-        """The plans of a call, for the chip of this name or, when it is None, for the request's device.
+        """The plan of a call's forward, and of its backward where the forward saves for one.
+
+        Args:
+            chip: the name of one; None: that of the request's device.
 
         Raises:
             ValueError: no such chip is known, or shapes follow from values.
         """
         if chip is not None and chip not in self._chips:
             raise ValueError(f"chip: expected one of {', '.join(self._chips)}, got {chip!r}")
+        if isinstance(request, Request) and request.return_intermediate_states and request.cu_seqlens is not None:
+            raise ValueError("return_intermediate_states: how many there are follows from the values of cu_seqlens")
         facts = self._chip(request.device) if chip is None else self._chips[chip]
-        return describe(request, facts, self._plan_of, lambda r: self._saved_specs(r, facts))
+        plans = [_described("forward", self._plan_of(request, facts), facts)]
+        if request.save_for_backward:
+            saved = self._saved_specs(request, facts) if request.op == "chunk_kda" else ()
+            plans.append(_described("backward", self._plan_of(_backward_of(request, saved), facts), facts))
+        return tuple(plans)
+
+
+def _backward_of(request: AnyRequest, saved: tuple[TensorSpec, ...]) -> AnyRequest:
+    """The request of a backward of everything, without memory."""
+    if isinstance(request, GateRequest):
+        grad = torch.empty(request.g.shape, device="meta")
+        needs = frozenset(n for n in ("g", "A_log", "dt_bias") if getattr(request, n) is not None)
+        return replace(request, grad_output=grad, needs_grad=needs)
+    needs = frozenset(n for n in DIFFERENTIABLE if getattr(request, n) is not None)
+    changed = {
+        "saved": tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in saved),
+        "grad_o": torch.empty(request.v.shape, dtype=request.v.dtype, device="meta"),
+        "needs_grad": needs,
+    }
+    if request.output_final_state:
+        changed["grad_final_state"] = torch.empty(request.state_shape, dtype=request.state_dtype, device="meta")
+    return replace(request, **changed)
+
+
+def _described(name: str, plan: Plan, chip: Any) -> CallPlan:
+    ends = list(accumulate(len(steps) for steps in plan.epochs))
+    starts = [0, *ends[:-1]]
+    buffers = tuple(
+        PlannedBuffer(b.name, b.shape, b.dtype, b.role, (starts[b.epochs[0]], max(0, ends[b.epochs[1]] - 1)), b.nbytes)
+        for b in plan.buffers.values()
+    )
+    return CallPlan(
+        name, chip.name, tuple(map(_step, plan.steps)), buffers, plan.bytes_moved, plan.bytes_floor,
+        plan.peak_scratch,
+    )  # fmt: skip
+
+
+def _step(step: Step) -> PlannedStep:
+    if isinstance(step, Launch):
+        return PlannedStep(step.name, step.grid, step.num_warps, step.constants.get("maxnreg"))
+    return PlannedStep(type(step).__name__.lower())

@@ -102,20 +102,6 @@ class TritonBackend:
         return None
 
     kda_core_saved_spec = _served_by("saved_specs")
-    kda_core_chunk_forward = _served_by("chunk_forward")
-    kda_core_chunk_backward = _served_by("chunk_backward")
-    kda_core_chunk_begin = _served_by("chunk_begin")
-    kda_core_chunk_begin_backward = _served_by("chunk_begin_backward")
-    kda_core_recurrent_forward = _served_by("recurrent_forward")
-    kda_core_recurrent_backward = _served_by("recurrent_backward")
-    kda_core_commit = _served_by("commit")
-    kda_core_gate_forward = _served_by("gate_forward")
-    kda_core_gate_backward = _served_by("gate_backward")
-    kda_core_short_convolution_forward = _served_by("short_convolution_forward")
-    kda_core_short_convolution_backward = _served_by("short_convolution_backward")
-    kda_core_gated_rms_norm_forward = _served_by("gated_rms_norm_forward")
-    kda_core_gated_rms_norm_backward = _served_by("gated_rms_norm_backward")
-    kda_core_decode_step = _served_by("decode_step")
 
     @hookimpl
     def kda_core_chunk_finish(self, request: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
@@ -130,3 +116,12 @@ class TritonBackend:
     @hookimpl
     def kda_core_plan(self, request: AnyRequest, chip: str | None) -> tuple[CallPlan, ...]:
         return self.calls.describe(request, chip)
+
+
+for _method in (
+    *("chunk_forward", "chunk_backward", "chunk_begin", "chunk_begin_backward", "commit", "decode_step"),
+    *("recurrent_forward", "recurrent_backward", "gate_forward", "gate_backward"),
+    *("short_convolution_forward", "short_convolution_backward"),
+    *("gated_rms_norm_forward", "gated_rms_norm_backward"),
+):
+    setattr(TritonBackend, f"kda_core_{_method}", _served_by(_method))

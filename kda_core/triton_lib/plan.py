@@ -139,10 +139,6 @@ def token_tile(x: View, rows: int, columns: int, swizzled: bool = False, by_rows
     return Tile(x, (rows, columns), (B * T, (H - 1) * s_h + D), s_t, swizzled, by_rows)
 
 
-Lifetime = tuple[int, int]
-"""The first and the last epoch."""
-
-
 class Buffer(NamedTuple):
     """Memory that a plan allocates; contiguous.
 
@@ -156,7 +152,7 @@ class Buffer(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     role: Literal["result", "scratch"]
-    epochs: Lifetime
+    epochs: tuple[int, int]
     zeros: bool = False
 
     @property
@@ -172,12 +168,6 @@ def constants_of(kernel: Any) -> tuple[str, ...]:
     """Names of a jitted function's parameters that are constants, in order."""
     parameters = inspect.signature(kernel.fn).parameters.values()
     return tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
-
-
-@cache
-def _parameters(kernel: Any) -> frozenset[str]:
-    """Names of all of a kernel's parameters."""
-    return frozenset(kernel.arg_names)
 
 
 @cache
@@ -204,7 +194,7 @@ class Launch:
     num_warps: int
 
     def __post_init__(self) -> None:
-        names = _parameters(self.kernel)
+        names = set(self.kernel.arg_names)
         missing, unknown = names - self.arguments.keys() - self.constants.keys(), self.arguments.keys() - names
         if missing or unknown:
             raise TypeError(f"{self.name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
@@ -333,9 +323,8 @@ class Plan:
     def bytes_floor(self) -> int:
         """Bytes of the inputs that are read and of the results: what any implementation has to move."""
         used = {x.source for step in self.steps for x in step.views()}
-        return sum(x.nbytes for n, x in self.inputs.items() if n in used) + sum(
-            b.nbytes for b in self.buffers.values() if b.role == "result"
-        )
+        results = [b for b in self.buffers.values() if b.role == "result"]
+        return sum(x.nbytes for x in [*results, *(x for n, x in self.inputs.items() if n in used)])
 
 
 class Builder:
@@ -435,7 +424,6 @@ EDGE_NAMES = tuple(f"edges.{n}" for n in EDGES)
 
 
 def layout(name: str, x: Tensor, aligned: bool = True) -> View:
-    """The layout of the input ``name``."""
     return View(name, tuple(x.shape), tuple(x.stride()), x.dtype, aligned=aligned)
 
 
@@ -455,10 +443,9 @@ def metadata(request: Any, misaligned: frozenset[str] = frozenset()) -> Any:
             views = [x if x is None else layout(n, x, n not in misaligned) for n, x in zip(names, value, strict=True)]
             found[name] = tuple(views)
         elif isinstance(value, Edges):
-            tensors = [
-                (e, n, x) for e, n in zip(EDGES, EDGE_NAMES, strict=True) if (x := getattr(value, e)) is not None
-            ]
-            found[name] = value._replace(**{e: layout(n, x, n not in misaligned) for e, n, x in tensors})
+            given = [(e, n) for e, n in zip(EDGES, EDGE_NAMES, strict=True) if getattr(value, e) is not None]
+            views = {e: layout(n, getattr(value, e), n not in misaligned) for e, n in given}
+            found[name] = value._replace(**views)
     return changed(request, **found)
 
 

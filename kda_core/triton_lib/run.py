@@ -42,7 +42,6 @@ def compile_options(launch: Launch) -> dict[str, Any]:
 
 
 def launch_publicly(launch: Launch, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Launch through triton's public interface, which compiles where that is needed."""
     launch.kernel[launch.grid](*arguments, **options)
 
 
@@ -56,7 +55,6 @@ def maker(
 
 
 def part(base: Tensor, x: View) -> Tensor:
-    """The tensor of a view."""
     if not x.offset and tuple(base.shape) == x.shape and base.stride() == x.strides:
         return base
     return base.as_strided(x.shape, x.strides, base.storage_offset() + x.offset)
