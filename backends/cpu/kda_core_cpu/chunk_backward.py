@@ -131,8 +131,6 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Backstep:
-    """The backward of one window."""
-
     workspace: Workspace
     inputs: RowInputs
     window: Window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -13,9 +13,6 @@ from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, commit, gate, recurrent
 from kda_core_cpu.results import saved_spec
-
-Call = TypeVar("Call")
-Result = TypeVar("Result")
 
 _INFO = BackendInfo(
     name="cpu",
@@ -32,23 +29,18 @@ _INFO = BackendInfo(
 )
 
 
-def _without_autograd(compute: Callable[[Call], Result], request: Call) -> Result:
-    """Run a hook's computation with the caller's autograd and autocast off."""
-    if torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            return _without_autograd(compute, request)
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return compute(request)
-    return compute(request)
-
-
-def _served_by(compute: Callable[[Any], Result]) -> Callable[[Any], Result]:
-    """The hook that runs this computation."""
+def _served_by(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The hook that runs this computation, with the caller's autograd and autocast off."""
 
     @hookimpl
-    def hook(request: Any) -> Result:
-        return _without_autograd(compute, request)
+    def hook(request: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return hook(request)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return compute(request)
+        return compute(request)
 
     return hook
 

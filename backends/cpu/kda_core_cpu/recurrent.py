@@ -38,7 +38,6 @@ from kda_core_cpu.workspace import Workspace
 
 
 def recurrent_forward(request: Request) -> ForwardResult:
-    """Run ``fused_recurrent_kda``."""
     if request.commit is not None:
         commit(request.committing())
         request = request.after_commit()
@@ -48,7 +47,6 @@ def recurrent_forward(request: Request) -> ForwardResult:
 
 
 def tree_forward(request: Request) -> ForwardResult:
-    """Run a draft that is a tree."""
     packed, (row, sequence, token) = as_branches(request)
     found, o, pool = general_forward(packed).o, empty_output(request), PoolRows.of(request)
     o[sequence, token] = found[0, row]
@@ -151,7 +149,8 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
             window = Window(group, i, i + 1)
             rows = workspace("o", window.Z, run, request.V)
             updates = rows if request.records is None else workspace("u", *rows.shape)
-            tokens = _load_tokens(workspace, inputs, window, rows, updates)
+            fields = (x.unbind(1) for x in _load_rows(workspace, inputs, window, rows, updates))
+            tokens = map(_Token._make, zip(*fields, strict=True))
             parts = zip(*(token.split(sizes) for token in tokens), strict=True)
             for block, part in zip(blocks, parts, strict=True):
                 if i == 0:
@@ -221,12 +220,6 @@ def _load_rows(
     return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, w.unsqueeze(-2), w, o
 
 
-def _load_tokens(workspace: Workspace, inputs: RowInputs, window: Window, o: Tensor, w: Tensor) -> list[_Token]:
-    """The tokens of a run, with results in ``o`` and u in ``w`` [lanes, tokens, V]."""
-    fields = (x.unbind(1) for x in _load_rows(workspace, inputs, window, o, w))
-    return list(map(_Token._make, zip(*fields, strict=True)))
-
-
 class _Reader:
     """Advances states by a token.
 
@@ -243,27 +236,16 @@ class _Reader:
         """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs."""
         kq, k, d, beta, qk, u, w, o = token
         torch.mul(source, d, out=S)
-        along_k, along_q = self.read(kq, S)
+        shape = kq.shape[0], 2, self.V
+        y = row_sums(kq, S).view(shape) if self.sums_rows else torch.bmm(kq, S, out=self.workspace("y", *shape))
+        along_k, along_q = y.unbind(1)
         w.addcmul_(beta, along_k, value=-1)
         S.addcmul_(k, u)
         torch.addcmul(along_q, qk, w, out=o)
 
-    def read(self, kq: Tensor, S: Tensor) -> tuple[Tensor, ...]:
-        """[lanes, 2, K] times [lanes, K, V], as two of [lanes, V]."""
-        lanes, V = kq.shape[0], self.V
-        if not self.sums_rows:
-            return torch.bmm(kq, S, out=self.workspace("y", lanes, 2, V)).unbind(1)
-        return row_sums(kq, S).view(lanes, 2, V).unbind(1)
-
 
 class _Block:
-    """Lanes whose states are walked together: some heads of some sequences, the longest first.
-
-    Args:
-        ids: the sequences.
-        lengths: their tokens.
-        heads: the value heads.
-    """
+    """Lanes whose states are walked together: ``heads`` of the sequences ``ids``, the longest of ``lengths`` first."""
 
     def __init__(self, ids: list[int], lengths: list[int], heads: slice) -> None:
         self.ids, self.lengths, self.heads = ids, lengths, heads

@@ -79,7 +79,6 @@ class _SmallStep:
             self.flat_weights, self.bags = self.kq.view(-1), bags(N * H, K)
 
     def run(self, r: Request) -> ForwardResult:
-        """Run the step."""
         kq, norms, d, beta, u = self.kq, self.norms, self.d, self.beta, self.u
         self.k.copy_(r.k)
         self.q.copy_(r.q)

@@ -21,11 +21,8 @@ class Window:
     indexed; either way a row of [K] is read once, with any strides.
 
     Attributes:
-        group: the group.
         steps: the pairs of every step.
-        pairs: number of pairs.
-        heads: the value heads.
-        rows: rows of a chunk, C.
+        rows: of a chunk, C.
         Z: number of chunks, pairs times heads.
         shape: [Z, C], the dimensions before the channels.
     """
@@ -177,9 +174,7 @@ class TokenWindow:
     """One token of every sequence, the rows of a decoding step: a light ``Window`` of [N·HV, ·].
 
     Attributes:
-        request: the request.
         pairs: one for every sequence.
-        heads: all value heads.
         Z: number of rows, pairs times heads.
         shape: [Z], the dimensions before the channels.
     """
