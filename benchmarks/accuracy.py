@@ -58,7 +58,6 @@ BY_LENGTH = [
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the table's cases, or those of growing length."""
     parser = Parser(__file__, __doc__)
     add_peers(parser, ("fla",))
     parser.add_argument("--by-length", action="store_true", help="cases of 16 to 4096 tokens in place of the table's")

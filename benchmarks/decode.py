@@ -14,19 +14,19 @@ compares ``fused_recurrent_kda`` with ``chunk_kda`` on the same pool, float32 an
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import measuring
 import torch
 from inputs import draw_gate, log_decay
 from measuring import OURS, Parser, Row, Rows, capture, copy_bandwidth, count, median, number, positive, summary
-from peers import KIMI_LINEAR, add_peers, imported, load_peers
+from peers import KIMI_LINEAR, add_peers, first_runs, imported, load_peers
 from torch import Tensor
 
 import kda_core
@@ -46,7 +46,6 @@ Step = Callable[[Tensor], object]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every row."""
     parser = Parser(__file__, __doc__)
     add_peers(parser, ("fla", "transformers"))
     parser.add_argument("--states", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes of the pool; default: all")
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     return rows.status
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def make_pool(slots: int, H: int, K: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A pool of states; rows of one dtype share it."""
     return torch.empty(slots, H, K, K, device=device, dtype=dtype).normal_()
@@ -134,12 +133,8 @@ class Work:
             from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
             scale = self.pool.shape[-1] ** -0.5
-            yield (
-                "fla",
-                lambda slots: fused_recurrent_kda_fwd(
-                    **given, scale=scale, inplace_final_state=True, ssm_state_indices=slots
-                ),
-            )
+            theirs = partial(fused_recurrent_kda_fwd, **given, scale=scale, inplace_final_state=True)
+            yield "fla", lambda slots: theirs(ssm_state_indices=slots)
         if "transformers" in peers and not self.v_first and self.pool.dtype == torch.float32:
             function = imported(KIMI_LINEAR, "recurrent_kimi_delta_attention")
             last = len(self.pool) - self.N + 1
@@ -180,16 +175,10 @@ def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: 
             work = Work(N, T, state, layout, options)
             row["state_bytes"] = 2 * N * work.pool[0].nbytes
             row["bytes"] = row["state_bytes"] + sum(t.nbytes for t in work.tensors.values()) + work.out.nbytes
-            steps, row["left_out"] = {}, {}
-            for name, step in work.steps(T, peers):
-                try:
-                    step(next(work.slots()))
-                    steps[name] = step
-                # Any library may fail in any way, and its failure is a line of the table.
-                except Exception as error:
-                    if name in (OURS, CHUNK):
-                        raise
-                    row["left_out"][name] = reason(error)
+            steps = dict(work.steps(T, peers))
+            firsts = {name: partial(step, next(work.slots())) for name, step in steps.items()}
+            runs, row["left_out"] = first_runs(firsts, (OURS, CHUNK))
+            steps = {name: steps[name] for name in runs}
             on_gpu = options.device.type == "cuda"
             times = times_on_gpu(steps, work) if on_gpu else times_on_cpu(steps, work, T, options.seconds)
         row["implementations"] = {name: {"ms": summary(ms)} for name, ms in times.items()}
@@ -223,7 +212,6 @@ def times_on_cpu(steps: dict[str, Step], work: Work, T: int, seconds: float) -> 
 
 
 def line(row: Row, copy: float) -> str:
-    """A row in words."""
     sizes, ours = row["sizes"], median(row, OURS)
     text = f"{row['state']:8} {row['layout']} N {sizes['N']:3} T {sizes['T']:2}"
     for name in row.get("implementations", {}):

@@ -33,7 +33,6 @@ CALLS = {"forward": False, "forward and backward": True}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure both calls of every shape."""
     parser = Parser(__file__, __doc__)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape("1,2048,16,128")], help="B,T,H,K")
     parser.add_argument("--calls", type=count, default=100, help="steps after the first call; default: 100")

@@ -8,6 +8,7 @@ See ``peers.py`` for what a row has, and ``inputs.py`` for gates and decays.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import peers
 
@@ -20,8 +21,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return peers.main("inference", __file__, __doc__, SHAPES, tuple(peers.PEERS), arguments)
+main = partial(peers.main, "inference", __file__, __doc__, SHAPES, tuple(peers.PEERS))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ def size(text: str) -> tuple[int, ...]:
 
 
 def fla_layer(ours: KimiDeltaAttention) -> nn.Module:
-    """fla's layer with the same weights."""
     from fla.layers.kda import KimiDeltaAttention as Theirs
 
     names = ("hidden_size", "head_dim", "num_heads", "lower_bound", "safe_gate")
@@ -81,7 +80,6 @@ PEERS = {"cuda": ("fla", "fla-core", fla_layer), "cpu": ("transformers", "transf
 
 
 def runs_of(layer: nn.Module, x: Tensor) -> dict[str, Run]:
-    """A forward, and a training step."""
     leaves = [x.detach().requires_grad_(), *layer.parameters()]
     grad = torch.ones_like(x)
 
@@ -130,7 +128,6 @@ def measured(
 
 
 def lines_of(row: Row) -> list[str]:
-    """The row as a person reads it."""
     lines = [f"{row['shape']}, {row['case']}"]
     for name, own in row["implementations"].items():
         line = f"  {name:12} {number(own['ms']['median'])} ms"
@@ -143,7 +140,6 @@ def lines_of(row: Row) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every size."""
     parser = Parser(__file__, __doc__)
     parser.add_argument("--sizes", nargs="+", type=size, help="B,T,hidden,heads,head dimension")
     parser.add_argument("--gate", choices=("bounded", "softplus"), default="softplus")

@@ -160,7 +160,6 @@ def _commit() -> str:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, or None."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
@@ -181,7 +180,6 @@ def summary(times: list[float]) -> dict[str, Any]:
 
 
 def median(row: Row, name: str, key: str = "ms") -> float | None:
-    """Median milliseconds of an implementation, or None."""
     found = row.get("implementations", {}).get(name, {}).get(key)
     return None if found is None else found["median"]
 
@@ -192,11 +190,7 @@ def number(x: float) -> str:
 
 
 def capture(run: Callable[[], Any], device: torch.device) -> Run:
-    """Replays of a CUDA graph of one call, which must have run before: autotuners cannot be captured.
-
-    Raises:
-        Exception: whatever the call or the device raises when the call cannot be captured.
-    """
+    """Replays of a CUDA graph of one call, which must have run before: autotuners cannot be captured."""
     # The capture runs on another stream, which does not wait for the inputs.
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)

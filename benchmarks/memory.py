@@ -24,7 +24,6 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every shape, each implementation in a process of its own."""
     parser = Parser(__file__, __doc__)
     add_peers(parser)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape("1,4096,8,128")])

@@ -146,7 +146,6 @@ def training(function: Function, tensors: dict[str, Tensor], grad: Tensor, **mor
 
 
 def prefill(function: Function, tensors: dict[str, Tensor], grad: Tensor, **more: Any) -> list[Tensor]:
-    """A forward without gradients."""
     with torch.no_grad():
         return [function(**tensors, **OPTIONS, **more)[0]]
 
@@ -161,13 +160,11 @@ def own_contexts(T: int) -> dict[str, ContextParallel]:
     return {n: build_cp_context(tokens=T, layout=x) for n, x in layouts.items()} | {"cells": cells}
 
 
-def own_ways(T: int) -> dict[str, tuple[Function, dict[str, Any]]]:
-    """This library's function with each of them."""
-    return {n: (kda_core.chunk_kda, {"cp_context": c}) for n, c in own_contexts(T).items()}
-
-
-def peer_ways(T: int, ranks: Ranks) -> dict[str, tuple[Function, dict[str, Any]]]:
-    """fla's function with its context."""
+def ways_of(T: int, ranks: Ranks, peers: bool, alone: str) -> dict[str, tuple[Function, dict[str, Any]]]:
+    """By name: ours without a context, which is called ``alone``, and with each; or fla's with its own."""
+    if not peers:
+        contexts = {alone: {}} | {n: {"cp_context": c} for n, c in own_contexts(T).items()}
+        return {n: (kda_core.chunk_kda, more) for n, more in contexts.items()}
     from fla.ops.cp import build_cp_context as fla_context
     from fla.ops.kda import chunk_kda as fla_kda
 
@@ -187,7 +184,7 @@ def sent(run: Function, tensors: dict[str, Tensor], **more: Any) -> int:
 def measure_shape(T: int, heads: int, K: int, ranks: Ranks, peers: bool) -> None:
     """The share of one rank by itself, and all ranks together; of ``peers`` the latter alone."""
     name = f"T={T} heads={heads} K={K}"
-    ways = peer_ways(T, ranks) if peers else {"ideal": (kda_core.chunk_kda, {}), **own_ways(T)}
+    ways = ways_of(T, ranks, peers, "ideal")
     if not peers and heads % ranks.size == 0:
         ways["heads"] = (kda_core.chunk_kda, {})
     for mode, run in MODES.items():
@@ -225,8 +222,7 @@ def measure_whole(T: int, heads: int, K: int, ranks: Ranks) -> None:
         for mode, run in MODES.items():
             took = ranks.milliseconds(lambda run=run: run(kda_core.chunk_kda, tensors, grad))
             ranks.add(f"{name} {mode:8} whole    {took:8.3f} ms  on one", shape=name, mode=mode, way="whole", ms=took)
-    if ranks.device.type != "cpu":
-        torch.cuda.empty_cache()
+    ranks.forget_peak()
 
 
 def digest(t: Tensor, c: ContextParallel | None) -> int:
@@ -288,7 +284,7 @@ def measure_host(heads: int, K: int, ranks: Ranks, peers: bool) -> None:
             build_cp_context(tokens=T)
         made = 1e2 * (time.perf_counter() - began)
         ranks.add(f"host: a context {made:.3f} ms", mode="host", way="context", ms=made)
-    ways = peer_ways(T, ranks) if peers else {"plain": (kda_core.chunk_kda, {}), **own_ways(T)}
+    ways = ways_of(T, ranks, peers, "plain")
     for mode, run in MODES.items():
         for way, (function, more) in ways.items():
             with reported(ranks, f"host {mode} {way}"):

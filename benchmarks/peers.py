@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,7 +48,6 @@ def fla_chunk_kda() -> Function:
 
 
 def imported(module: str, name: str) -> Function:
-    """A function of a library."""
     # With fla installed transformers wraps fla's GPU kernels; unwrapped they are its own torch code.
     return inspect.unwrap(getattr(importlib.import_module(module), name))
 
@@ -82,7 +81,6 @@ DISTRIBUTIONS = {"fla": "fla-core", "transformers": "transformers"}
 
 
 def add_peers(parser: Parser, default: tuple[str, ...] = tuple(PEERS)) -> None:
-    """Add the option ``--peers``."""
     names = f"none or some of {', '.join(PEERS)}"
     parser.add_argument("--peers", nargs="+", choices=(*PEERS, "none"), metavar="NAME", help=names)
     parser.set_defaults(default_peers=default)
@@ -111,13 +109,9 @@ def load_peers(parser: Parser, options: Namespace) -> tuple[dict[str, Function],
 
 
 def main(
-    mode: str,
-    program: str,
-    text: str,
-    shapes: dict[str, tuple[str, ...]],
-    peers: tuple[str, ...],
+    mode: str, program: str, text: str, shapes: dict[str, tuple[str, ...]], peers: tuple[str, ...],
     arguments: list[str] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Measure "training" or "inference".
 
     Args:
@@ -176,8 +170,8 @@ def main(
     return rows.status
 
 
-def first_runs(given: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, str]]:
-    """The calls that run, each after its first run, and why others do not. A failure of ours is raised."""
+def first_runs(given: Mapping[str, Run], ours: Collection[str] = (OURS,)) -> tuple[dict[str, Run], dict[str, str]]:
+    """The calls that run, each after its first run, and why others do not. A failure of ``ours`` is raised."""
     runs, left_out = {}, {}
     for name, run in given.items():
         try:
@@ -185,7 +179,7 @@ def first_runs(given: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, str]
             runs[name] = run
         # Any library may fail in any way, and its failure is a line of the table.
         except Exception as error:
-            if name == OURS:
+            if name in ours:
                 raise
             left_out[name] = reason(error)
     return runs, left_out

@@ -77,7 +77,6 @@ class NullBackend:
 
 @contextmanager
 def null_backend() -> Iterator[NullBackend]:
-    """Registers the null backend for a while."""
     backend = NullBackend()
     registry.load()
     entry = registry.register(backend)
@@ -161,7 +160,6 @@ def check(row: Row, what: str, figure: float, limit: float | None) -> None:
 
 @torch.no_grad()
 def added_by_the_router(name: str, batches: int, calls_a_batch: int) -> Row:
-    """Microseconds of a kind of call."""
     hook, call, result = calls()[name]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -139,7 +139,6 @@ def bare(home: str) -> None:
 
 
 def stand_in(name: str, **content: object) -> None:
-    """A module with that content."""
     sys.modules[name] = SimpleNamespace(**content)
 
 

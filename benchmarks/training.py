@@ -8,6 +8,7 @@ See ``peers.py`` for what a row has, and ``inputs.py`` for gates and decays.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import peers
 
@@ -17,8 +18,7 @@ SHAPES = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return peers.main("training", __file__, __doc__, SHAPES, ("fla", "transformers"), arguments)
+main = partial(peers.main, "training", __file__, __doc__, SHAPES, ("fla", "transformers"))
 
 
 if __name__ == "__main__":

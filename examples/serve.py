@@ -233,7 +233,6 @@ class Server:
         self.seconds: list[float] = []
 
     def step(self) -> None:
-        """One step of the batch."""
         begun = time.perf_counter()
         self._cancel()
         self._admit()
@@ -418,7 +417,6 @@ def serve(model: ByteLM, requests: list[Request], server: Server, show: bool = F
 
 
 def plot(seconds: list[float], file: Path) -> None:
-    """A histogram of the steps' latencies."""
     from matplotlib import pyplot
 
     pyplot.hist([1000 * s for s in seconds], bins=40)

@@ -111,7 +111,6 @@ def usable_device(name: str) -> torch.device:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given on the command line."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -96,8 +96,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens to logits."""
-
     def __init__(self, options: argparse.Namespace, heads: int, group: Any = None) -> None:
         super().__init__()
         width = options.width

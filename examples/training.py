@@ -175,7 +175,6 @@ class Trainer:
         self.validations = checkpoint["validations"]
 
     def draw_losses(self, path: Path) -> None:
-        """Write the loss curve as a picture."""
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a byte)", title="Byte-level model with KDA")
         axes.plot(range(1, self.step + 1), self.history, color="tab:blue", alpha=0.5, linewidth=1, label="training")

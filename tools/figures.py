@@ -77,7 +77,6 @@ def median(row: Row, name: str, key: str = "ms") -> float | None:
 
 
 def others(rows: list[Row]) -> list[str]:
-    """The peers of these rows, in order."""
     return [n for n in dict.fromkeys(n for row in rows for n in row["implementations"]) if n not in (OURS, COPY)]
 
 
@@ -197,7 +196,6 @@ def beside(rows: list[Row], first: dict[str, Callable[[Row], str]], spelled: Cal
 
 
 def speed(name: str, suite: str) -> str:
-    """Times and memory of every shape."""
     rows = rows_of(name, suite)
 
     def gate(row: Row) -> str:
@@ -214,13 +212,11 @@ def speed(name: str, suite: str) -> str:
 
 
 def headline() -> str:
-    """A training step and a prefill with everything in the operator."""
     first = {"call": lambda row: f"{CALLS[row['suite']]}, {row['gate']} gate, {row['decay']} decays"}
     return table(*beside(headline_rows(), first, short, "ms"))
 
 
 def decoding(name: str) -> str:
-    """Steps over a pool."""
     rows = [row for row in rows_of(name, "decode") if row["sizes"]["T"] == 1]
     copy = read(name).get("copy_bytes_per_second")
     first = {"pool": lambda row: f"{row['state']}, {row['layout']}", "sequences": lambda row: str(row["sizes"]["N"])}
@@ -321,7 +317,6 @@ def draw_headline(figure: Any) -> None:
     axes.set_xlabel("milliseconds (less is better)")
     axes.legend(loc="lower right", fontsize=8)
     axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_ratios(figure: Any, suite: str) -> None:
@@ -340,7 +335,6 @@ def draw_ratios(figure: Any, suite: str) -> None:
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set(xlabel="fla's time over kda_core's (more is better)", ylabel="B, T, H, K")
     axes.margins(x=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_errors_by_case(figure: Any) -> None:
@@ -354,7 +348,6 @@ def draw_errors_by_case(figure: Any) -> None:
     axes.axvline(1.0, color="#808080", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [f"{row['case']} ({row['dtype']})" for row in rows], fontsize=8)
     axes.set(xscale="log", xlabel="error of each result over fla's (left of 1 is better)")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_errors_by_length(figure: Any) -> None:
@@ -372,7 +365,6 @@ def draw_errors_by_length(figure: Any) -> None:
             worst = [worst_gradient(e)[1] for e in errors]
             panel.loglog(lengths, worst, "x--", color=color, label=f"{dtype}, worst gradient")
         panel.set(title=kind, xlabel="tokens")
-        panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("relative error")
     panels[-1].legend(fontsize=7)
 
@@ -398,7 +390,8 @@ def draw(name: str) -> None:
     from matplotlib.figure import Figure
 
     data, drawn, size = PLOTS[name]
-    with matplotlib.rc_context({"svg.hashsalt": "kda_core", "svg.fonttype": "path"}):
+    style = {"svg.hashsalt": "kda_core", "svg.fonttype": "path", "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         drawn(figure)
         metadata = {"Date": None, "Creator": None, "Description": f"data {digest(data)}"}
