@@ -10,14 +10,7 @@ DEFAULT_ELEMENTS = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckSettings:
-    """Settings of ``checked_calls``.
-
-    Attributes:
-        warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
-        dump: file that the first call which fails is written to, or None.
-        elements: state elements (tokens times value heads times K times V) that the reference computes for one call;
-            larger calls are compared in a sample.
-    """
+    """The arguments of ``checked_calls``."""
 
     warn: bool = False
     dump: str | None = None

@@ -53,7 +53,6 @@ def machine_devices() -> list[torch.device]:
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name."""
     if device.type == "cpu":
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     runtime = torch.get_device_module(device)
@@ -69,8 +68,12 @@ def info(registry: _plugins.Registry = _plugins.registry) -> dict[str, Any]:
         "devices": [{"device": str(d), "name": device_name(d)} for d in devices],
         "default_device": default,
         "default_device_reason": reason,
-        "backends": [*_found_backends(registry, devices), *_wheels_not_installed(registry)],
-        "entry_points": _entry_points(),
+        "backends": [*_backends(registry, devices)],
+        "entry_points": [
+            {n: getattr(e, n) for n in ("name", "value", "group")}
+            | {"distribution": f"{e.dist.name} {e.dist.version}" if e.dist else None}
+            for e in found_entry_points()
+        ],
         "integrations": [dataclasses.asdict(found) for found in integrations()],
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
         "platform": platforms.flags(),
@@ -88,7 +91,6 @@ def _default_device() -> tuple[str | None, str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what is installed and matters."""
     return {
         **{name: version_of(name) for name in DISTRIBUTIONS},
         "plugin contract": str(hookspecs.CONTRACT_VERSION),
@@ -98,21 +100,17 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _entry_points() -> list[dict[str, str | None]]:
-    return [
-        {n: getattr(e, n) for n in ("name", "value", "group")}
-        | {"distribution": f"{e.dist.name} {e.dist.version}" if e.dist else None}
-        for e in found_entry_points()
-    ]
-
-
-def _found_backends(registry: _plugins.Registry, devices: list[torch.device]) -> Iterator[dict[str, Any]]:
+def _backends(registry: _plugins.Registry, devices: list[torch.device]) -> Iterator[dict[str, Any]]:
+    """Those of the ledger, then wheels that are not installed."""
     loaded = {b.info.name: b for b in registry.backends}
     for entry in registry.ledger:
         backend = loaded.get(entry.name) if entry.state == "loaded" else None
         answers = [] if backend is None else [_availability(backend, d) for d in backend.devices_among(devices)]
         found = {n: getattr(entry, n) for n in ("name", "state", "reason", "distribution", "entry_point")}
         yield found | ({} if entry.info is None else _identity(entry.info)) | {"availability": answers}
+    for wheel, name in platforms.BACKEND_OF_WHEEL.items():
+        if all(entry.name != name for entry in registry.ledger):
+            yield {"name": name, "state": "not installed", "reason": platforms.install_command(wheel)}
 
 
 def _availability(backend: _plugins.Backend, device: torch.device) -> dict[str, Any]:
@@ -143,10 +141,3 @@ def _identity(card: BackendInfo) -> dict[str, Any]:
             for s in card.slack
         ],
     }
-
-
-def _wheels_not_installed(registry: _plugins.Registry) -> Iterator[dict[str, Any]]:
-    found = {entry.name for entry in registry.ledger}
-    for wheel, name in platforms.BACKEND_OF_WHEEL.items():
-        if name not in found:
-            yield {"name": name, "state": "not installed", "reason": platforms.install_command(wheel)}

@@ -27,7 +27,6 @@ from typer.core import TyperCommand
 import kda_core
 from kda_core import _cli, _explain, _plugins, platforms
 from kda_core._example_call import MOST_BYTES, CallShape, example_call, example_context
-from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
@@ -37,11 +36,7 @@ EXIT_NOT_SERVED = 1
 NARROWEST = 40
 """Columns of a table on a narrower terminal, which breaks its lines."""
 CPU_WHEEL = platforms.WHEEL_OF_RUNTIME["cpu"]
-OPS: dict[str, Any] = {
-    "chunk_kda": kda_core.chunk_kda,
-    "fused_recurrent_kda": kda_core.fused_recurrent_kda,
-    "kda_gate": kda_core.kda_gate,
-}
+OPS = {f.__name__: f for f in (kda_core.chunk_kda, kda_core.fused_recurrent_kda, kda_core.kda_gate)}
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float | None": float | None}
 """The command line's types of flags and numbers, by the annotations of the public functions."""
 PASSED = tuple(
@@ -121,10 +116,8 @@ def info(as_json: AsJson = False) -> None:
     adapters = [(i["name"], i["state"], i["distribution"], i["reason"] or i["supports"]) for i in found["integrations"]]
     if adapters:
         _print_table("Integrations", ("stack", "state", "wheel", "about"), adapters)
-    environment = [
-        (name, "(unset)" if value is None else value, _cli.ENVIRONMENT_VARIABLES[name])
-        for name, value in found["environment"].items()
-    ]
+    variables = found["environment"].items()
+    environment = [(n, "(unset)" if x is None else x, _cli.ENVIRONMENT_VARIABLES[n]) for n, x in variables]
     _print_table("Environment", ("variable", "value", "meaning"), environment)
     flags = ", ".join(name for name, value in found["platform"].items() if value)
     _print(f"Platform flags that are set: {flags or 'none'}")
@@ -213,7 +206,8 @@ def explain(
     if slots is not None:
         passed |= {"initial_state": True, "ssm_state_indices": True}
     # Only what the user wrote is passed on, so that the defaults are those of the call itself.
-    written = {name: value for name, value in given.items() if _is_written(ctx, name)}
+    sources = {name: ctx.get_parameter_source(name) for name in given}
+    written = {name: given[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
     if intermediate_states_dtype is not None:
         # A name that is none of a dtype's reaches the call, which refuses it.
         written["intermediate_states_dtype"] = getattr(torch, intermediate_states_dtype, intermediate_states_dtype)
@@ -224,7 +218,7 @@ def explain(
     try:
         call_shape = CallShape(
             sizes=_sizes(shape), HV=hv, dtype=dtype, gate_dtype=gate_dtype, state_dtype=state_dtype,
-            device=_planned_device(backend) if chip and backend and device is None else _device(device, backend),
+            device=_device(device, backend, planned=chip is not None),
             bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots,
             slots_per_sequence=slots_per_sequence, strided=strided, backward=backward,
             present=frozenset(n for n, given in passed.items() if given),
@@ -241,12 +235,6 @@ def explain(
         _fail(str(error), EXIT_NOT_SERVED)
     except (ValueError, TypeError) as error:
         _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
-    _show_explanation(explanation, op, as_json)
-    if explanation.chosen is None:
-        raise typer.Exit(EXIT_NOT_SERVED)
-
-
-def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
     if as_json:
         verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
         found = {"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts}
@@ -257,11 +245,8 @@ def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
         _print_table(title, ("backend", "verdict", "reason"), rows)
         for transfer in explanation.transfers:
             typer.echo(transfer)
-
-
-def _planned_device(backend: str) -> torch.device:
-    """A device that the backend is for, which this machine need not have."""
-    return torch.device(_plugins.registry.named(backend).info.device_types[0])
+    if explanation.chosen is None:
+        raise typer.Exit(EXIT_NOT_SERVED)
 
 
 def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
@@ -272,24 +257,15 @@ def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:
         _print_json({"plans": found})
         return
     for one in plans:
-        rows = [
-            (
-                str(n),
-                step.name,
-                " x ".join(map(str, step.grid)),
-                str(step.num_warps or ""),
-                "" if step.registers is None else f"at most {step.registers}",
-            )
-            for n, step in enumerate(one.steps)
-        ]
+        rows = []
+        for n, step in enumerate(one.steps):
+            registers = "" if step.registers is None else f"at most {step.registers}"
+            rows.append((str(n), step.name, " x ".join(map(str, step.grid)), str(step.num_warps or ""), registers))
         _print_table(f"{one.name} on {one.chip}: steps", ("step", "name", "programs", "warps", "registers"), rows)
-        buffers = [
-            (
-                b.name, b.role, " x ".join(map(str, b.shape)), str(b.dtype).removeprefix("torch."), f"{b.nbytes:,}",
-                f"{b.steps[0]} to {b.steps[1]}",
-            )
-            for b in one.buffers
-        ]  # fmt: skip
+        buffers = []
+        for b in one.buffers:
+            dtype, held = str(b.dtype).removeprefix("torch."), f"{b.steps[0]} to {b.steps[1]}"
+            buffers.append((b.name, b.role, " x ".join(map(str, b.shape)), dtype, f"{b.nbytes:,}", held))
         columns = ("buffer", "role", "shape", "dtype", "bytes", "held in steps")
         _print_table(f"{one.name} on {one.chip}: buffers", columns, buffers)
         share = f", {one.bytes_moved / one.bytes_floor:.1f} times the inputs and results" if one.bytes_floor else ""
@@ -440,11 +416,6 @@ def _to_verify(name: str | None, device: str | None) -> tuple[list[str], torch.d
     raise UnsupportedCall("; ".join(reasons) or f"no backend is installed: {platforms.install_command(CPU_WHEEL)}")
 
 
-def _is_written(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def _integers(text: str, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -461,7 +432,10 @@ def _sizes(text: str, fewest: int = 5, least: int = 0) -> tuple[int, int, int, i
     return (*numbers[:4], numbers[-1])  # type: ignore[return-value]  # the length was checked
 
 
-def _device(name: str | None, backend: str | None = None) -> torch.device:
+def _device(name: str | None, backend: str | None = None, planned: bool = False) -> torch.device:
+    """``planned``: where none is named, one that the backend is for, which this machine need not have."""
+    if name is None and backend and planned:
+        return torch.device(_plugins.registry.named(backend).info.device_types[0])
     if name is None:
         try:
             with kda_core.use_backend(backend) if backend else contextlib.nullcontext():

@@ -137,7 +137,6 @@ def _card_problem(info: BackendInfo) -> str | None:
 
 
 def contract_problem(manager: pluggy.PluginManager, plugin: object, info: BackendInfo) -> str | None:
-    """The first problem of the plugin's hooks, or None."""
     needed = set(hookspecs.REQUIRED_HOOKS)
     for feature, hooks in hookspecs.HOOKS_OF_FEATURE.items():
         if feature in info.capabilities.features:

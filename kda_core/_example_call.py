@@ -61,24 +61,18 @@ class CallShape:
 
 
 def example_call(function: Callable[..., Any], shape: CallShape, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``function`` (a public function of kda_core).
-
-    Args:
-        function: ``chunk_kda``, ``fused_recurrent_kda`` or ``kda_gate``.
-        shape: its tensors.
-        options: its other arguments.
+    """Keyword arguments of a public function of kda_core: tensors of that shape, and ``options``.
 
     Raises:
         ValueError: a size, a dtype or ``bounds`` is wrong, or the function has no such argument.
     """
     parameters = inspect.signature(function).parameters
-    asked = {*shape.present, *options}
     # kda_gate takes only g of q, k, v, g and beta; any other argument that a function does not take is an error.
-    if unknown := sorted(asked - parameters.keys()):
+    if unknown := sorted({*shape.present, *options} - parameters.keys()):
         raise ValueError(f"{', '.join(unknown)}: not taken by {function.__name__}")
-    v_first = bool(options.get("state_v_first"))
-    passed = {name: t for name, t in _tensors(shape, v_first).items() if name in (*DATA, *shape.present)}
-    return {name: value for name, value in (passed | dict(options)).items() if name in parameters}
+    made = _tensors(shape, bool(options.get("state_v_first")))
+    passed = {name: t for name, t in made.items() if name in (*DATA, *shape.present)} | dict(options)
+    return {name: value for name, value in passed.items() if name in parameters}
 
 
 @contextmanager

@@ -50,7 +50,8 @@ class Backend:
         return caller(**arguments)
 
     def _caller(self, hook: str) -> Callable[..., Any]:
-        others = _backend_plugins(self.manager) - {self.plugin}
+        backends = {impl.plugin for impl in self.manager.hook.kda_core_backend.get_hookimpls() if not impl.wrapper}
+        others = backends - {self.plugin}
         caller = self.manager.subset_hook_caller(hook, remove_plugins=others)
         implementations = [impl for impl in caller.get_hookimpls() if impl.plugin not in others]
         # Without wrappers, call the one implementation directly: 2 µs less than through pluggy. When a wrapper is
@@ -150,7 +151,6 @@ class Backend:
         return known
 
     def rejection(self, request: AnyRequest) -> str | None:
-        """The backend's own reason against a call, or None."""
         try:
             reason = self.call("kda_core_reject", request=request)
         # Say whose error it is. It is never a refusal: the call would go to another backend in silence.
@@ -180,7 +180,3 @@ def _limit_refusals(r: Request | CommitRequest, info: BackendInfo) -> Iterator[s
     for symbol, size, limit in (("K", r.K, c.max_head_dim_k), ("V", r.V, c.max_head_dim_v)):
         if limit is not None and size > limit:
             yield f"takes head dimensions {symbol} up to {limit}, not {size}"
-
-
-def _backend_plugins(manager: pluggy.PluginManager) -> set[object]:
-    return {impl.plugin for impl in manager.hook.kda_core_backend.get_hookimpls() if not impl.wrapper}

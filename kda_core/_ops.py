@@ -207,23 +207,24 @@ def _register(row: Operator) -> None:
 
     if row.functional is not None:
         define_differentiable(row, functional, functional_fake, differentiated)
-        _under_transforms(row.functional, lambda t: t.kernel(row))
-        _under_transforms(row.backward, lambda t: t.backward_kernel(row))
+        _under_transforms(row, "functional")
+        _under_transforms(row, "backward")
     if row.writing is not None:
         define(row.writing.text, writing, writing_fake)
-        _under_transforms(row.writing, lambda t: t.writing_kernel(row))
+        _under_transforms(row, "writing")
 
 
-def _under_transforms(schema: Schema, kernel_of: Callable) -> None:
+def _under_transforms(row: Operator, kind: str) -> None:
     """What ``torch.func`` makes of an operator: it asks this kernel first, and cannot use the autograd above.
 
     The kernel is of ``transforms``, which is imported when ``torch.func`` first meets an operator: few use it.
     """
+    schema: Schema = getattr(row, kind)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         from kda_core import _transforms
 
-        return kernel_of(_transforms)(*args, **kwargs)
+        return getattr(_transforms, kind)(row, schema.bind(args, kwargs))
 
     _torch_private.implement_under_transforms(_library, schema.name, kernel)
 

@@ -232,14 +232,7 @@ class Registry:
         raise BackendNotFound(f"backend {name!r} is not installed (installed: {installed}){hint}")
 
     def plan(self, request: AnyRequest, name: str | None, chip: str | None) -> tuple[CallPlan, ...]:
-        """The plan of the chosen or named backend for a call: allocations and launches; runs nothing.
-
-        With ``chip`` the backend need not be able to run here.
-
-        Raises:
-            ValueError, TypeError: the arguments are wrong, or the backend does not know the chip.
-            UnsupportedCall: no backend serves the call, or the backend makes no plans.
-        """
+        """The plan of the chosen or named backend, as of ``explain.plan``; with a ``chip`` it need not run here."""
         if chip is None:
             backend = self.choose(request, name)
         else:

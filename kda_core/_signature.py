@@ -193,23 +193,14 @@ def _getter(keys: Sequence[Any], getter: Any) -> Any:
     return found if len(keys) > 1 else lambda values: (found(values),) if keys else ()
 
 
-def _of_gate(r: Any, name: str | None) -> tuple:
-    values = (r.lower_bound, r.save_for_backward)
-    return (
-        name, *map(type, values), values, _metadata(r.g), None if r.A_log is None else _metadata(r.A_log),
-        None if r.dt_bias is None else _metadata(r.dt_bias),
-    )  # fmt: skip
+def _of_other(r: Any, name: str | None) -> tuple:
+    options, tensors = _FIELDS_OF_OTHERS[type(r)]
+    values = options(r)
+    return (name, *map(type, values), values, *[None if t is None else _metadata(t) for t in tensors(r)])
 
 
-def _of_commit(r: Any, name: str | None) -> tuple:
-    values = _options_of_commit(r)
-    tensors = _tensors_of_commit(r)
-    return (name, *map(type, values), values, r.op, *[None if t is None else _metadata(t) for t in tensors])
-
-
-_options_of_commit = attrgetter(*_OPTIONS[CommitRequest])
-_tensors_of_commit = attrgetter(*_TENSORS[CommitRequest])
-_KINDS = {Request: _of_call, GateRequest: _of_gate, CommitRequest: _of_commit}
+_FIELDS_OF_OTHERS = {k: (attrgetter(*_OPTIONS[k]), attrgetter(*_TENSORS[k])) for k in (GateRequest, CommitRequest)}
+_KINDS = {Request: _of_call, GateRequest: _of_other, CommitRequest: _of_other}
 
 
 def _metadata(t: Tensor) -> tuple:

@@ -9,7 +9,6 @@ samples, so that a backward under ``vmap`` runs the forward again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -171,35 +170,25 @@ def _requires_gradient(t: Any) -> bool:
     return False
 
 
-def kernel(row: Operator) -> Callable:
-    """The kernel of a functional operator under transforms."""
-
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        values = row.functional.bind(args, kwargs)
-        # Only the level that differentiates can see that a gradient is needed.
-        if any(_requires_gradient(values[n]) for n in row.differentiable):
-            values["save_for_backward"] = True
-            if values.get("return_intermediate_states") and torch.is_grad_enabled():
-                raise ValueError(
-                    "return_intermediate_states: expected no gradient to be needed (it is not differentiable; call it "
-                    "under torch.no_grad()), got an input that a transform differentiates"
-                )
-        done, result = in_functionalize(_operator(row.functional), tuple(values.values()))
-        return result if done else _functions(row)[0].apply(*values.values())
-
-    return transformed
+def functional(row: Operator, values: dict[str, Any]) -> Any:
+    """A functional operator under transforms, by its arguments."""
+    # Only the level that differentiates can see that a gradient is needed.
+    if any(_requires_gradient(values[n]) for n in row.differentiable):
+        values["save_for_backward"] = True
+        if values.get("return_intermediate_states") and torch.is_grad_enabled():
+            raise ValueError(
+                "return_intermediate_states: expected no gradient to be needed (it is not differentiable; call it "
+                "under torch.no_grad()), got an input that a transform differentiates"
+            )
+    done, result = in_functionalize(_operator(row.functional), tuple(values.values()))
+    return result if done else _functions(row)[0].apply(*values.values())
 
 
-def backward_kernel(row: Operator) -> Callable:
-    """The kernel of a backward operator under transforms."""
-
-    def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        values = row.backward.bind(args, kwargs)
-        values["needs"] = values["needs"] or [values[n] is not None for n in row.differentiable]
-        done, result = in_functionalize(_operator(row.backward), tuple(values.values()))
-        return result if done else _functions(row)[1].apply(*values.values())
-
-    return transformed
+def backward(row: Operator, values: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The same of a backward operator."""
+    values["needs"] = values["needs"] or [values[n] is not None for n in row.differentiable]
+    done, result = in_functionalize(_operator(row.backward), tuple(values.values()))
+    return result if done else _functions(row)[1].apply(*values.values())
 
 
 def _constant(t: Any) -> Any:
@@ -211,21 +200,15 @@ def _constant(t: Any) -> Any:
     return t
 
 
-def writing_kernel(row: Operator) -> Callable:
-    """The kernel of a writing operator under transforms: the operator, if no transform changes an argument."""
-    schema = row.writing
-
-    def transformed(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        values = schema.bind(args, kwargs)
-        constants = {n: _constant(t) for n, t in values.items()}
-        if any(constants[n] is None for n, t in values.items() if t is not None):
-            name = next(n for n in ("ssm_state_indices", "pool", "out") if values.get(n) is not None)
-            name = "inplace_final_state" if name == "pool" and row.functional is not None else name
-            raise ValueError(
-                f"{name}: expected no torch.func transform (grad, vmap, ...) of a call that writes to its caller's "
-                f"memory; call {row.op} outside of the transform, or without {name}"
-            )
-        with outside_of_transforms():
-            return _operator(schema)(*constants.values())
-
-    return transformed
+def writing(row: Operator, values: dict[str, Any]) -> tuple[Tensor, ...]:
+    """A writing operator under transforms: the operator itself, if no transform changes an argument."""
+    constants = {n: _constant(t) for n, t in values.items()}
+    if any(constants[n] is None for n, t in values.items() if t is not None):
+        name = next(n for n in ("ssm_state_indices", "pool", "out") if values.get(n) is not None)
+        name = "inplace_final_state" if name == "pool" and row.functional is not None else name
+        raise ValueError(
+            f"{name}: expected no torch.func transform (grad, vmap, ...) of a call that writes to its caller's "
+            f"memory; call {row.op} outside of the transform, or without {name}"
+        )
+    with outside_of_transforms():
+        return _operator(row.writing)(*constants.values())

@@ -14,10 +14,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kda_core._begun import Begun as Begun
-from kda_core._begun import Edges as Edges
-from kda_core._commit_request import STATES, CommitRequest, Remembering, is_power_of_two
-from kda_core._layer_requests import GatedNormRequest, ShortConvolutionRequest
+from kda_core._requests import (
+    STATES,
+    CommitRequest,
+    GatedNormRequest,
+    Remembering,
+    ShortConvolutionRequest,
+    is_power_of_two,
+)
+from kda_core._requests import Begun as Begun
+from kda_core._requests import Edges as Edges
 from kda_core.capabilities import Feature
 
 Op = Literal["chunk_kda", "fused_recurrent_kda"]
