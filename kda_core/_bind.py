@@ -88,10 +88,7 @@ def _check_differentiable(values: dict[str, Any]) -> None:
 
 def _is_set(values: dict[str, Any], name: str) -> bool:
     """A flag that decides before the checks of the request: True, False or NumPy's."""
-    flag = values.get(name, False)
-    if flag is False or flag is True:
-        return flag
-    value = python_value(flag)
+    value = python_value(values.get(name, False))
     expect_flag(name, value)
     return value
 

@@ -22,7 +22,7 @@ from kda_core_cpu.inputs import RowInputs
 from kda_core_cpu.levels import LOG2_E, pairwise
 from kda_core_cpu.results import ChunkRecord, Saved, empty_output, intermediate_states, unfilled
 from kda_core_cpu.sequences import Sequences, lane_groups
-from kda_core_cpu.states import PoolRows, SlotTable, States
+from kda_core_cpu.states import Checkpoints, PoolRows, States
 from kda_core_cpu.windows import Window
 from kda_core_cpu.workspace import Workspace, product
 
@@ -32,7 +32,7 @@ def chunk_forward(request: Request, chunks: int | None = None, lanes: int | None
     pool = PoolRows.of(request)
     C = rows_per_chunk(request)
     sequences = Sequences.of(request, None if pool is None else pool.skipped)
-    states, checkpoints = States(request, pool), SlotTable.of_checkpoints(request)
+    states, checkpoints = States(request, pool), Checkpoints.of(request, pool)
     o = empty_output(request)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
@@ -73,7 +73,7 @@ def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[
 
 def _run_window(
     workspace: Workspace, inputs: RowInputs, window: Window, S: Tensor, o: Tensor, h: ChunkRecord | None,
-    saved: Saved | None, checkpoints: SlotTable | None,
+    saved: Saved | None, checkpoints: Checkpoints | None,
 ) -> None:  # fmt: skip
     """Advance the states ``S`` [lanes, K, V] of a group through a window and write its outputs."""
     Z, C, V = window.Z, window.rows, S.shape[-1]

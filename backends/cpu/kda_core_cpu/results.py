@@ -55,15 +55,13 @@ class Saved:
     """
 
     states: ChunkRecord
-    products: tuple[ChunkRecord, ChunkRecord, ChunkRecord] | None = None
+    products: tuple[ChunkRecord, ...] | None = None
 
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...]) -> Saved:
         """View the tensors that ``saved_spec`` announces."""
-        if len(tensors) == 1:
-            return cls(ChunkRecord(tensors[0]))
-        states, v_new, M, A = map(ChunkRecord, tensors)
-        return cls(states, (v_new, M, A))
+        states, *products = map(ChunkRecord, tensors)
+        return cls(states, tuple(products) or None)
 
 
 def saved_spec(request: Request) -> tuple[TensorSpec, ...]:

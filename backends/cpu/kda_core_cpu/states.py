@@ -22,12 +22,15 @@ class PoolRows:
     """Which slots of the pool the sequences use; the core has checked their values.
 
     Attributes:
-        slot: [N] slot that is read first; -1: the sequence is skipped, touches no slot and has zero output.
+        slot: [N] slot that is read first, and written last when there is no table; -1: the sequence is skipped,
+            touches no slot and has zero output.
+        table: [N][1+S] slot to write after each token, -1 for none; or None.
         last: [N] slot to write after the last token, -1 for none, where it is not the one that is read; or None.
         apart: states are read from a copy, in which some are zero, and not where they are written.
     """
 
     slot: list[int]
+    table: list[list[int]] | None = None
     last: list[int] | None = None
     apart: bool = False
 
@@ -42,13 +45,17 @@ class PoolRows:
         first = [row[0] for row in rows]
         if request.num_accepted_tokens is not None:
             first = [row[count - 1] for row, count in zip(rows, request.num_accepted_tokens.tolist(), strict=True)]
-        other = request.final_state_indices
+        other, table = request.final_state_indices, None
+        targets = rows if other is None else _rows(other, request.pad_slot_id)
+        if request.writes_every_token:
+            table = targets
         if request.has_initial_state is None and request.update_state and other is None:
-            return cls(first)
+            return cls(first, table)
         # A sequence without tokens writes nothing, not even what it starts from.
         lengths = token_counts(request).tolist()
-        last = first if other is None else [row[0] for row in _rows(other, request.pad_slot_id)]
-        return cls(first, [slot if length else -1 for slot, length in zip(last, lengths, strict=True)], apart=True)
+        last = first if other is None else [row[0] for row in targets]
+        last = [slot if length else -1 for slot, length in zip(last, lengths, strict=True)]
+        return cls(first, table, last, apart=True)
 
     def gathered(self, request: Request, pool: Tensor) -> Tensor:
         """[N, HV, K, V] states that the sequences start from, out of ``pool`` [slots, HV, K, V]."""
@@ -72,8 +79,7 @@ class States:
     def __init__(self, request: Request, pool: PoolRows | None = None) -> None:
         self.dtype = request.compute_dtype
         self.pool = pool
-        # Slots for the states after every token; else states are written after the last one.
-        self._tokens = SlotTable.of_tokens(request)
+        self._table = None if pool is None else pool.table
         K, V = self.shape = (request.K, request.V)
         self.v_first = walks_v_first(request)
         self._strides = (K * V, 1, K) if self.v_first else (K * V, V, 1)
@@ -119,7 +125,7 @@ class States:
 
         With one layout a sequence's bits do not depend on the rest of the batch.
         """
-        if self.home is None or self.home.dtype != self.dtype or self._tokens is not None:
+        if self.home is None or self.home.dtype != self.dtype or self._table is not None:
             return None
         view = _view(self.home, self._written(ids), heads)
         return view if view is not None and view.stride() == self._strides else None
@@ -131,14 +137,15 @@ class States:
 
     def write(self, ids: list[int], heads: slice, states: Tensor) -> None:
         """Store the states [lanes, K or more, V or more] after the last token."""
-        if self.home is not None and self._tokens is None:
+        if self.home is not None and self._table is None:
             K, V = self.shape
             _put(self.home, self._written(ids), heads, states[:, :K, :V])
 
     def write_token(self, ids: list[int], heads: slice, states: Tensor, token: int) -> None:
         """Store the states after token number ``token`` in its slots; does nothing unless every token has one."""
-        if self._tokens is not None:
-            self._tokens.put(ids, heads, states, token + 1)
+        if self._table is None or self.home is None:
+            return
+        _put(self.home, [self._table[i][token] for i in ids], heads, states)
 
     def _read(self, ids: list[int]) -> list[int]:
         """Where the states of ``ids`` before the first token lie in ``initial``."""
@@ -152,25 +159,19 @@ class States:
         return [slots[i] for i in ids]
 
 
-class SlotTable:
-    """Writes the states after every so many tokens to slots of a pool, those of a sequence in ``rows`` [N]."""
+class Checkpoints:
+    """Writes the states after every so many tokens to slots of a pool."""
 
-    def __init__(self, request: Request, pool: str, rows: list[list[int]], every: int) -> None:
-        self.rows, self.every, self.shape = rows, every, (request.K, request.V)
-        self.home = key_first(getattr(request, pool), request)
-
-    @classmethod
-    def of_tokens(cls, r: Request) -> SlotTable | None:
-        """Of the states after each token."""
-        return cls(r, r.written_states, _rows(r.written_slots, r.pad_slot_id), 1) if r.writes_every_token else None
+    def __init__(self, request: Request) -> None:
+        self.every, self.shape = request.checkpoint_every, (request.K, request.V)
+        self.home = key_first(getattr(request, request.checkpoint_states), request)
+        rows = _rows(request.checkpoint_indices, request.pad_slot_id)
+        counts = (token_counts(request) // self.every).tolist()
+        self.rows = [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     @classmethod
-    def of_checkpoints(cls, r: Request) -> SlotTable | None:
-        if r.checkpoint_indices is None:
-            return None
-        counts = (token_counts(r) // r.checkpoint_every).tolist()
-        rows = zip(_rows(r.checkpoint_indices, r.pad_slot_id), counts, strict=True)
-        return cls(r, r.checkpoint_states, [row[:n] for row, n in rows], r.checkpoint_every)
+    def of(cls, request: Request, pool: PoolRows | None) -> Checkpoints | None:
+        return None if pool is None or request.checkpoint_indices is None else cls(request)
 
     def put(self, ids: list[int], heads: slice, states: Tensor, tokens: int) -> None:
         """Store the states [lanes, K or more, V or more] after so many tokens, where they are asked for."""
