@@ -239,15 +239,12 @@ class Server:
         self._prefill([r for r in self.running if r.read < len(r.tokens)])
         self._decode([r for r in self.running if r.read >= len(r.tokens) and len(r.written) < r.length])
         for r in [r for r in self.running if len(r.written) >= r.length]:
-            self._end(r)
+            self._stop(r)
+            del r.written[r.length :]
+            self.done.append(r)
         self.now += 1
         self.counts["steps"] += 1
         self.seconds.append(time.perf_counter() - begun)
-
-    def _end(self, r: Request) -> None:
-        self._stop(r)
-        del r.written[r.length :]
-        self.done.append(r)
 
     def _stop(self, r: Request) -> None:
         self.running.remove(r)

@@ -16,11 +16,19 @@ from kda_core.capabilities import Feature
 
 
 class Remembering:
-    """A request with a memo."""
+    """A request with a memo, which says what features it needs."""
 
     def __getstate__(self) -> dict[str, Any]:
         """All fields but the memo, which calls of this process share: a copy or a pickle has none."""
         return {name: value for name, value in vars(self).items() if name != "memo"}
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that this call needs."""
+        return frozenset(self._features())
+
+    def _features(self) -> Iterator[Feature]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,6 +60,8 @@ class CommitRequest(Remembering):
     memo: dict[Any, Any] | None = field(default=None, init=False)
 
     save_for_backward = False
+    # Names of the arguments that the call writes to.
+    written = ("pool",)
 
     @property
     def device(self) -> torch.device:
@@ -78,16 +88,6 @@ class CommitRequest(Remembering):
     def V(self) -> int:
         return self.pool.shape[2 if self.state_v_first else 3]
 
-    @property
-    def written(self) -> tuple[str, ...]:
-        """Names of the arguments that the call writes to."""
-        return ("pool",)
-
-    @property
-    def features(self) -> frozenset[Feature]:
-        """The features that this call needs."""
-        return frozenset(self._features())
-
     def _features(self) -> Iterator[Feature]:
         yield Feature.DRAFT_RECORDS
         if self.path is not None:
@@ -98,18 +98,19 @@ class CommitRequest(Remembering):
             yield Feature.STATE_V_FIRST
         if self.pool.dtype in STATES:
             yield STATES[self.pool.dtype]
-        if self.K != self.V:
-            yield Feature.UNEQUAL_HEAD_DIMS
-        if not (is_power_of_two(self.K) and is_power_of_two(self.V)):
-            yield Feature.ODD_HEAD_DIMS
+        yield from features_of_sizes(self.K, self.V)
 
 
 STATES = {torch.bfloat16: Feature.BF16_STATE, torch.float16: Feature.FP16_STATE}
 """Dtypes of states that need a feature."""
 
 
-def is_power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
+def features_of_sizes(K: int, V: int) -> Iterator[Feature]:
+    """The features that head dimensions need."""
+    if K != V:
+        yield Feature.UNEQUAL_HEAD_DIMS
+    if not all(n > 0 and n & (n - 1) == 0 for n in (K, V)):
+        yield Feature.ODD_HEAD_DIMS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

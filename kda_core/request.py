@@ -20,7 +20,7 @@ from kda_core._requests import (
     GatedNormRequest,
     Remembering,
     ShortConvolutionRequest,
-    is_power_of_two,
+    features_of_sizes,
 )
 from kda_core._requests import Begun as Begun
 from kda_core._requests import Edges as Edges
@@ -258,10 +258,31 @@ class Request(Remembering):
         """Dtype of the final states: that of the pool that they are written to, or of the initial state."""
         return self.state_dtype if self.final_state_pool is None else self.final_state_pool.dtype
 
-    @property
-    def features(self) -> frozenset[Feature]:
-        """The features that this call needs."""
-        return frozenset(_features(self))
+    def _features(self) -> Iterator[Feature]:
+        for name, feature, absent in _FEATURE_OF:
+            if getattr(self, name) is not absent:
+                yield feature
+        chunked = self.op == "chunk_kda"
+        yield Feature.CHUNK if chunked else Feature.RECURRENT
+        if self.save_for_backward or self.needs_grad:
+            yield Feature.BACKWARD if chunked else Feature.RECURRENT_BACKWARD
+            if self.initial_state is not None or self.output_final_state:
+                yield Feature.STATE_GRADIENT
+        if self.HV != self.H:
+            yield Feature.GVA
+        yield from features_of_sizes(self.K, self.V)
+        for states in (self.initial_state, self.final_state_pool, self.checkpoint_pool):
+            if states is not None and states.dtype in STATES:
+                yield STATES[states.dtype]
+        tables = (self.ssm_state_indices, self.final_state_indices)
+        if any(t is not None and t.dim() == 2 and t.shape[1] > 1 for t in tables):
+            yield Feature.SPEC_DECODE
+        if self.use_gate_in_kernel:
+            yield Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE
+        if chunked and self.chunk_size == 32:
+            yield Feature.CHUNK_32
+        if not all(t.is_contiguous() for t in (self.q, self.k, self.v, self.g, self.beta)):
+            yield Feature.STRIDED_INPUT
 
 
 DATA = tuple(f.name for f in fields(Request) if f.type == "Tensor")
@@ -308,15 +329,13 @@ class GateRequest(Remembering):
         """float32, or float64 when g is float64."""
         return torch.float64 if self.g.dtype == torch.float64 else torch.float32
 
-    @property
-    def features(self) -> frozenset[Feature]:
-        """The features that this call needs."""
-        needed = {Feature.GATE, Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE}
+    def _features(self) -> Iterator[Feature]:
+        yield Feature.GATE
+        yield Feature.SOFTPLUS_GATE if self.lower_bound is None else Feature.LOWER_BOUND_GATE
         if self.save_for_backward or self.needs_grad:
-            needed.add(Feature.GATE_BACKWARD)
+            yield Feature.GATE_BACKWARD
         if not self.g.is_contiguous():
-            needed.add(Feature.STRIDED_INPUT)
-        return frozenset(needed)
+            yield Feature.STRIDED_INPUT
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -444,33 +463,3 @@ class TensorSpec:
 
 # With each field that needs a feature, the value that does not: a False is none of the options that are no flags.
 _FEATURE_OF = tuple((f.name, f.metadata["needs"], f.default) for f in fields(Request) if "needs" in f.metadata)
-
-
-def _features(r: Request) -> Iterator[Feature]:
-    for name, feature, absent in _FEATURE_OF:
-        if getattr(r, name) is not absent:
-            yield feature
-    chunked = r.op == "chunk_kda"
-    differentiable = r.save_for_backward or bool(r.needs_grad)
-    yield Feature.CHUNK if chunked else Feature.RECURRENT
-    if differentiable:
-        yield Feature.BACKWARD if chunked else Feature.RECURRENT_BACKWARD
-        if r.initial_state is not None or r.output_final_state:
-            yield Feature.STATE_GRADIENT
-    if r.HV != r.H:
-        yield Feature.GVA
-    if r.K != r.V:
-        yield Feature.UNEQUAL_HEAD_DIMS
-    if not (is_power_of_two(r.K) and is_power_of_two(r.V)):
-        yield Feature.ODD_HEAD_DIMS
-    for states in (r.initial_state, r.final_state_pool, r.checkpoint_pool):
-        if states is not None and states.dtype in STATES:
-            yield STATES[states.dtype]
-    if any(t is not None and t.dim() == 2 and t.shape[1] > 1 for t in (r.ssm_state_indices, r.final_state_indices)):
-        yield Feature.SPEC_DECODE
-    if r.use_gate_in_kernel:
-        yield Feature.SOFTPLUS_GATE if r.lower_bound is None else Feature.LOWER_BOUND_GATE
-    if chunked and r.chunk_size == 32:
-        yield Feature.CHUNK_32
-    if not all(t.is_contiguous() for t in (r.q, r.k, r.v, r.g, r.beta)):
-        yield Feature.STRIDED_INPUT
