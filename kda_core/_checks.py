@@ -52,12 +52,15 @@ OPTIONS = {
 
 def check(r: AnyRequest) -> None:
     """Raise unless types, shapes, dtypes, devices and the combination of options are right."""
-    if isinstance(r, GateRequest):
-        check_gate_metadata(r)
+    if isinstance(r, Request):
+        check_metadata(r)
     elif isinstance(r, CommitRequest):
         check_commit(r)
     else:
-        check_metadata(r)
+        expect_tensor("g", r.g, DATA_DTYPES)
+        if r.g.dim() < 2:
+            fail("g", "at least two dimensions [..., HV, K]", f"{shape_of(r.g)}")
+        _check_gate(r, True, False, (r.g.shape[-2], r.g.shape[-1]), r.output_dtype)
 
 
 def check_metadata(r: Request) -> None:
@@ -72,14 +75,6 @@ def check_metadata(r: Request) -> None:
         expect_tensor("out", r.out, (r.q.dtype,), r.device)
         expect_shape("out", r.out, (r.B, r.T, r.HV, r.V), "[B, T, HV, V]")
         expect_no_overlap("out", r.out)
-
-
-def check_gate_metadata(r: GateRequest) -> None:
-    """The same for ``kda_gate``."""
-    expect_tensor("g", r.g, DATA_DTYPES)
-    if r.g.dim() < 2:
-        fail("g", "at least two dimensions [..., HV, K]", f"{shape_of(r.g)}")
-    _check_gate(r, True, False, (r.g.shape[-2], r.g.shape[-1]), r.output_dtype)
 
 
 def check_kinds(r: AnyRequest) -> None:
