@@ -33,17 +33,21 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
 
 
 def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: Any) -> tuple[CallPlan, ...]:
-    """Say what a call would allocate and launch, arguments and errors as of ``explain``; runs nothing.
+    """Say what a call would allocate and launch; runs nothing.
 
     Args:
+        *args: the arguments of the call, as the function ``op`` takes them.
+        **kwargs: those that are given by name.
+        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
         chip: name of the chip to plan for, such as "sm_90"; None: the device of the arguments. Needs ``backend=``.
 
     Returns:
         The plan of the forward and, where an argument requires a gradient, of the backward.
 
     Raises:
-        ValueError: also for a chip that the backend does not know.
+        ValueError, TypeError: the arguments are wrong, as in the call itself, or the chip is not known.
         UnsupportedCall: no backend serves the call, or the one that does makes no plans.
+        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
     """
     if chip is not None and not isinstance(chip, str):
         raise TypeError(f"chip: expected the name of a chip or None, got {type(chip).__name__}")
