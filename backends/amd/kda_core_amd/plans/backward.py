@@ -125,7 +125,7 @@ def add_gradients(f: Frame) -> dict[str, View | None]:
     rows = {"q": names["q"], "k": names["k"], "g": names["g"], "b": names["beta"], "o": names["do"]}
     unit, strides = row_strides(**rows)
     f.launch(
-        gradients_kernel, chosen, count * r.HV, initial_state=first, grad_final_state=last, ROWS=chosen.rows,
+        gradients_kernel, chosen, count * r.HV, initial_state=first, grad_final_state=last,
         BK=min(chosen.block, KP), BV=min(chosen.block, names["VP"]), UNIT=unit, **strides,
         **named_state_strides("i", first, r.state_v_first), **named_state_strides("f", last, r.state_v_first),
     )  # fmt: skip
