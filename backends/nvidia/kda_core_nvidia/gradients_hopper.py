@@ -26,13 +26,6 @@ descriptors in 32 bits, pointers in int64.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
@@ -40,10 +33,18 @@ from kda_core_nvidia import gradients_tiles as tiles
 from kda_core_nvidia.backward_states_hopper import place_of, rows_of
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
-from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.hopper import (
+    block_barrier,
+    copy_block,
+    fence_async_shared,
+    mbarrier,
+    seen_as,
+    store_block,
+    tma,
+    wgmma,
+    wgmma_wait,
+)
 from kda_core_nvidia.hopper_tiles import exp2
-from kda_core_nvidia.prepare_slots_hopper import store_block
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
@@ -396,7 +397,7 @@ def gradients_hopper(
             m = gl.full([64, 32], 0.0, gl.float32, tiles.PAIRS)
             rows = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
             dkc = gl.full([128, 32], 0.0, gl.float32, tiles.M32)
-            m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+            m, rows, dkc = wgmma_wait(0, deps=(m, rows, dkc))
         if half > 0:
             # They do not move. A compiler that knew would keep the first addresses of all operands in local memory.
             never = (HV < 0).to(gl.int32)
@@ -408,12 +409,12 @@ def gradients_hopper(
             ds_1 = seen_as(ds_1, dtype, [1, 64, 128], ROWS).index(never)
             stacked_0 = seen_as(o_0, dtype, [1, 64, 64], HALVES).index(never)
             stacked_1 = seen_as(o_1, dtype, [1, 64, 64], HALVES).index(never)
-        m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=half > 0, is_async=True)
-        m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
-        rows = warpgroup_mma(s_0.permute((1, 0)), stacked_0.permute((1, 0)), rows, use_acc=half > 0, is_async=True)
-        rows = warpgroup_mma(s_1.permute((1, 0)), stacked_1.permute((1, 0)), rows, is_async=True)
-        dkc = warpgroup_mma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=half > 0, is_async=True)
-        dkc = warpgroup_mma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
+        m = wgmma(stacked_0, z_0.permute((1, 0)), m, use_acc=half > 0, is_async=True)
+        m = wgmma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+        rows = wgmma(s_0.permute((1, 0)), stacked_0.permute((1, 0)), rows, use_acc=half > 0, is_async=True)
+        rows = wgmma(s_1.permute((1, 0)), stacked_1.permute((1, 0)), rows, is_async=True)
+        dkc = wgmma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=half > 0, is_async=True)
+        dkc = wgmma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
         # Meanwhile the sums over v of S ⊙ dS: diagonals of products of blocks of 16 channels.
         squares = gl.full([8, 16, 16], 0.0, gl.float32, tiles.OWN)
         squares = tiles.products_of_channels(s_0, ds_0, squares)
@@ -424,7 +425,7 @@ def gradients_hopper(
             sums += gl.convert_layout(tiles.diagonals(squares), tiles.BY_CHANNEL) * (decay * o_scale)
         if LAST and initial_state is not None:
             sums = gl.where(length <= C, own_sums, sums)
-        m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+        m, rows, dkc = wgmma_wait(0, deps=(m, rows, dkc))
     s_0._keep_alive()
     s_1._keep_alive()
     ds_0._keep_alive()

@@ -36,12 +36,6 @@ are not grouped (``choose.backward.gradients_persistent``).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core.triton_lib.gate import rate_of, sigmoid
 from kda_core_nvidia.gradients_persistent_loads import (
@@ -85,9 +79,8 @@ from kda_core_nvidia.gradients_tiles import (
     selected_sums,
     store_rows,
 )
-from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.hopper import block_barrier, fence_async_shared, mbarrier, seen_as, wgmma, wgmma_wait
 from kda_core_nvidia.hopper_tiles import exp2
-from kda_core_nvidia.recurrence_hopper import block_barrier
 from kda_core_nvidia.recurrence_stores_hopper import unknown
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
@@ -97,16 +90,16 @@ _NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
 def _products_of_values(m, rows, columns, operands, ADD: gl.constexpr):
     """Begin the products over 128 value channels; ADD: to the sums over those before."""
     stacked_0, stacked_1, z_0, z_1, s, ds = operands
-    m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=ADD, is_async=True)
-    m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+    m = wgmma(stacked_0, z_0.permute((1, 0)), m, use_acc=ADD, is_async=True)
+    m = wgmma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
     s_0 = s.slice(0, 64).permute((1, 0))
     s_1 = s.slice(64, 64).permute((1, 0))
-    rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=ADD, is_async=True)
-    rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
+    rows = wgmma(s_0, stacked_0.permute((1, 0)), rows, use_acc=ADD, is_async=True)
+    rows = wgmma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
     ds_0 = ds.slice(0, 64).permute((1, 0))
     ds_1 = ds.slice(64, 64).permute((1, 0))
-    columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=ADD, is_async=True)
-    columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
+    columns = wgmma(ds_0, z_0.permute((1, 0)), columns, use_acc=ADD, is_async=True)
+    columns = wgmma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
     return m, rows, columns
 
 
@@ -242,13 +235,13 @@ def _gradients(
         m = gl.full([128, 64], 0.0, gl.float32, M64)
         rows = gl.full([128, 128], 0.0, gl.float32, M128)
         columns = gl.full([128, 64], 0.0, gl.float32, M64)
-        m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
+        m, rows, columns = wgmma_wait(0, deps=(m, rows, columns))
         LATER: gl.constexpr = V > 128
         if LATER:
             # The first half of the value channels: all is read before the others take its place.
             m, rows, columns = _products_of_values(m, rows, columns, operands, False)
             first_sums = products_of_channels(s, ds)
-            m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
+            m, rows, columns = wgmma_wait(0, deps=(m, rows, columns))
             block_barrier()
             mbarrier.arrive(values_free, count=1)
             # The gate runs while the others are on their way.
@@ -267,7 +260,7 @@ def _gradients(
         number = gl.where(kind == 0, nk * b_beta, gl.where(kind == 1, nq * scale, nk))
         # A sum over a row's channels is multiplied by it.
         factor = gl.where(kind == 0, nq * nq, gl.where(kind == 1, nk * nk, slope * nk))
-        m = warpgroup_mma_wait(4, deps=(m,))
+        m = wgmma_wait(4, deps=(m,))
         # The pairs: [128, 64] as [tile of z, do or dv, their tile], blocks of 16 rows.
         pr = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, M64)), 1)
         pc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, M64)), 0)
@@ -295,7 +288,7 @@ def _gradients(
                 write_down_far(least, gl.arange(0, 256, layout=LANES) == 0, far_pairs, far_count, block)
             else:
                 least_of_warps.store(least_halves(low, TILES))
-        rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
+        rows, columns = wgmma_wait(0, deps=(rows, columns))
         block_barrier()
         if not (BOUNDED or FAR or TAILS or BLOCKS > 1):
             # Behind a barrier that is there anyway; with tails there are no registers for it.

@@ -8,11 +8,9 @@ Blocks are transposed, [channels, rows]. Tuples hold a block or a number for eac
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core_nvidia import gradients_tiles as tiles
-from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.recurrence_hopper import block_barrier
+from kda_core_nvidia.hopper import block_barrier, mma_v2, seen_as
 from kda_core_nvidia.triton_private import VERSION
 
 _WARPS = 8

@@ -6,13 +6,11 @@ left operands stay in registers.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LN_2, LOG2_E
-from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.hopper import copy_block, mbarrier, mma_v2, seen_as
 from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, log2, reciprocal
-from kda_core_nvidia.recurrence_hopper import copy_block
 
 _WARPS = 4
 WARPS = gl.constexpr(_WARPS)

@@ -4,11 +4,11 @@ zeros for rows of the output that no recurrence visits, and whose a pair of chun
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay
 from kda_core.triton_lib.packing import sequence_of_slot
+from kda_core_nvidia.hopper import block_barrier, copy_block, mma_v2
 from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
     BY_ROW,
@@ -18,13 +18,11 @@ from kda_core_nvidia.hopper_squares import (
     by_column,
     by_row,
     diagonal,
-    give_rows,
     kept_rows,
     pairs_of,
     take_rows,
     turned,
 )
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 FLOOR = gl.constexpr(-160.0)
 """Least log2 decay of a row: 2 to it is 0 in float32, and differences of sums of 16 keep 12 bits behind the point."""
@@ -166,10 +164,10 @@ def put_products(q_block, k_block, own_sum, q_sum, k_sum, zero, L2NORM: gl.const
     b_q = q_block.load(LEFT)
     b_k = k_block.load(LEFT)
     right = k_block.permute((0, 2, 1)).load(RIGHT)
-    give_rows(diagonal(mma_v2(b_q, right, zero)), own_sum)
+    own_sum.store(diagonal(mma_v2(b_q, right, zero)))
     if L2NORM:
-        give_rows(diagonal(mma_v2(b_k, right, zero)), k_sum)
-        give_rows(diagonal(mma_v2(b_q, q_block.permute((0, 2, 1)).load(RIGHT), zero)), q_sum)
+        k_sum.store(diagonal(mma_v2(b_k, right, zero)))
+        q_sum.store(diagonal(mma_v2(b_q, q_block.permute((0, 2, 1)).load(RIGHT), zero)))
 
 
 @gluon.jit

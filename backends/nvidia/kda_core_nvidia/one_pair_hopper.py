@@ -11,17 +11,20 @@ two programs instead of three, and they wait less.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, copy_elements, unknown
+from kda_core_nvidia.hopper import (
+    async_copy,
+    block_barrier,
+    copy_block,
+    copy_elements,
+    fence_async_shared,
+    mbarrier,
+    seen_as,
+    wgmma,
+    wgmma_wait,
+)
+from kda_core_nvidia.recurrence_stores_hopper import unknown
 
 BLOCK = gl.constexpr(64)
 """Value channels at a time, and key channels of a block in shared memory."""
@@ -151,22 +154,22 @@ def finish_pair(
             r_s = gl.full([BLOCK, C], 0.0, gl.float32, SMALL)
             out = gl.full([BLOCK, C], 0.0, gl.float32, SMALL)
             # ke S − v, and qg S
-            r_s = warpgroup_mma(v_block.permute((1, 0)), squares.index(2), r_s, use_acc=False, is_async=True)
+            r_s = wgmma(v_block.permute((1, 0)), squares.index(2), r_s, use_acc=False, is_async=True)
             left = gl.convert_layout(S0.to(dtype), LEFT)
-            r_s = warpgroup_mma(left, k_blocks.index(i_slot).permute((1, 0)), r_s, is_async=True)
-            out = warpgroup_mma(left, q_blocks.index(i_slot).permute((1, 0)), out, use_acc=False, is_async=True)
-            r_s, out, left = warpgroup_mma_wait(0, deps=(r_s, out, left))
+            r_s = wgmma(left, k_blocks.index(i_slot).permute((1, 0)), r_s, is_async=True)
+            out = wgmma(left, q_blocks.index(i_slot).permute((1, 0)), out, use_acc=False, is_async=True)
+            r_s, out, left = wgmma_wait(0, deps=(r_s, out, left))
             left = gl.convert_layout(S1.to(dtype), LEFT)
-            r_s = warpgroup_mma(left, k_blocks.index(2 + i_slot).permute((1, 0)), r_s, is_async=True)
-            out = warpgroup_mma(left, q_blocks.index(2 + i_slot).permute((1, 0)), out, is_async=True)
+            r_s = wgmma(left, k_blocks.index(2 + i_slot).permute((1, 0)), r_s, is_async=True)
+            out = wgmma(left, q_blocks.index(2 + i_slot).permute((1, 0)), out, is_async=True)
             S0 = S0 * decays.index(i_slot).load(gl.SliceLayout(0, HALF))[None, :]
             S1 = S1 * decays.index(2 + i_slot).load(gl.SliceLayout(0, HALF))[None, :]
-            r_s, out, left = warpgroup_mma_wait(0, deps=(r_s, out, left))
+            r_s, out, left = wgmma_wait(0, deps=(r_s, out, left))
             residual = gl.convert_layout((-r_s).to(dtype), LEFT_SMALL)
-            out = warpgroup_mma(residual, squares.index(i_slot).permute((1, 0)), out, is_async=True)
-            S0 = warpgroup_mma(residual, w_blocks.index(i_slot), S0, is_async=True)
-            S1 = warpgroup_mma(residual, w_blocks.index(2 + i_slot), S1, is_async=True)
-            out, S0, S1, residual = warpgroup_mma_wait(0, deps=(out, S0, S1, residual))
+            out = wgmma(residual, squares.index(i_slot).permute((1, 0)), out, is_async=True)
+            S0 = wgmma(residual, w_blocks.index(i_slot), S0, is_async=True)
+            S1 = wgmma(residual, w_blocks.index(2 + i_slot), S1, is_async=True)
+            out, S0, S1, residual = wgmma_wait(0, deps=(out, S0, S1, residual))
             # Every warp has done with these values.
             block_barrier()
             v_block.permute((1, 0)).store((out * o_scale).to(dtype))

@@ -2,10 +2,19 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, mma_v2, tma
 
 from kda_core.triton_lib.gate import write_strength
 from kda_core.triton_lib.packing import starts_from_state
+from kda_core_nvidia.hopper import (
+    async_copy,
+    block_barrier,
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    seen_as,
+    store_block,
+    tma,
+)
 from kda_core_nvidia.hopper_squares import (
     BY_COLUMN,
     BY_ROW,
@@ -22,7 +31,6 @@ from kda_core_nvidia.hopper_squares import (
     inverse_transposed,
     kept_square,
     pairs_of,
-    seen_as,
     square_of_slot,
     store_inverse,
     store_square,
@@ -60,10 +68,7 @@ from kda_core_nvidia.hopper_tiles import (
     tile_of,
 )
 from kda_core_nvidia.one_pair_hopper import BLOCK, STATE, ask_for_state, finish_pair
-from kda_core_nvidia.recurrence_hopper import block_barrier
 from kda_core_nvidia.recurrence_stores_hopper import unknown
-
-store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
