@@ -19,12 +19,7 @@ from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.plans.prepare_hopper import one_token_axis
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
-from kda_core_nvidia.segments import (
-    first_segments_kernel,
-    join_kernel,
-    reverse_transitions_kernel,
-    transitions_kernel,
-)
+from kda_core_nvidia.segments import first_segments_kernel, join_kernel, reverse_transitions_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
 
 ROWS = ("q", "k", "v", "g", "beta", "grad_o")
