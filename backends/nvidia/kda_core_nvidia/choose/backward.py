@@ -230,7 +230,7 @@ class BackwardChoice:
 
     Attributes:
         halves: choices for each half of the heads, where they run one after the other; else ().
-        segment_rows, bounded, precision, transitions, join_precision: as in ``ForwardChoice``.
+        segment_rows, bounded, precision, transitions: as in ``ForwardChoice``.
         prepare: of the second ``prepare``.
         turns: the sequences of each turn.
         states, reverse: the recurrences.
@@ -255,7 +255,6 @@ class BackwardChoice:
     descriptors: bool
     tokens: bool
     transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
-    join_precision: str
     overlap: bool
 
 
@@ -326,7 +325,6 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         descriptors=descriptors,
         tokens=tokens,
         transitions=transitions,
-        join_precision=chunk.join_precision(chip),
         # Segments and packed sequences have other kernels between.
         overlap=chip.overlaps and not (fragments or rows) and r.cu_seqlens is None and most * HV <= MOST_OVERLAP,
     )
