@@ -74,14 +74,6 @@ def prepare_hopper(
     GATE: gl.constexpr, BOUNDED: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
-    tensors = (
-        q, k, g, keys, beta, A_log, dt_bias, P, D, X, norms, inverse, o, values, initial_state, final_state, has_state,
-        final_indices,
-    )  # fmt: skip
-    numbers = (
-        scale, lower_bound, HV, group, s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, pad_slot_id, s_vh, s_in, s_ih,
-        s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale,
-    )  # fmt: skip
     if progress is not None:
         if leaves_room(progress, followers, stay):
             return
@@ -98,9 +90,12 @@ def prepare_hopper(
             count0 = gl.minimum(T - i_chunk * C, C)
             count1 = gl.maximum(gl.minimum(T - i_chunk * C - C, C), 0)
             prepare_slots(
-                *tensors, i_n, i_n, i_h, i_h // group, i_h, slot0, slot0 + 1, row0, row0 + C, count0, count1, T,
-                *numbers, K, V, C, V_FIRST, LAST_CONTIGUOUS, False, False, False, False, True, G_BITS, GATE, BOUNDED,
-                L2NORM, SIGMOID, NEG_EIGVAL,
+                q, k, g, keys, beta, A_log, dt_bias, P, D, X, norms, inverse, o, values, initial_state, final_state,
+                has_state, final_indices, i_n, i_n, i_h, i_h // group, i_h, slot0, slot0 + 1, row0, row0 + C, count0,
+                count1, T, scale, lower_bound, HV, group, s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, pad_slot_id,
+                s_vh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale, K, V, C,
+                V_FIRST, LAST_CONTIGUOUS, False, False, False, False, True, G_BITS, GATE, BOUNDED, L2NORM, SIGMOID,
+                NEG_EIGVAL,
             )  # fmt: skip
             tell(progress, item)
             item = following
@@ -152,7 +147,10 @@ def prepare_hopper(
         if i_h + 1 < HV:
             head1, count1 = i_h + 1, count0
     prepare_slots(
-        *tensors, i_n, i_state, i_h, i_kh, head1, slot0, slot1, row0, row1, count0, count1, length, *numbers, K, V, C,
-        V_FIRST, LAST_CONTIGUOUS, PAIRED, FINISHED, AHEAD, cu_seqlens is not None, False, G_BITS, GATE, BOUNDED, L2NORM,
-        SIGMOID, NEG_EIGVAL,
+        q, k, g, keys, beta, A_log, dt_bias, P, D, X, norms, inverse, o, values, initial_state, final_state, has_state,
+        final_indices, i_n, i_state, i_h, i_kh, head1, slot0, slot1, row0, row1, count0, count1, length,
+        scale, lower_bound, HV, group, s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, pad_slot_id,
+        s_vh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale,
+        K, V, C, V_FIRST, LAST_CONTIGUOUS, PAIRED, FINISHED, AHEAD, cu_seqlens is not None, False, G_BITS, GATE,
+        BOUNDED, L2NORM, SIGMOID, NEG_EIGVAL,
     )  # fmt: skip
