@@ -5,18 +5,9 @@ from triton.experimental.gluon import language as gl
 
 from kda_core.triton_lib.gate import write_strength
 from kda_core.triton_lib.packing import starts_from_state
+from kda_core_nvidia import hopper
 from kda_core_nvidia import hopper_squares as square
 from kda_core_nvidia import hopper_tiles as tiles
-from kda_core_nvidia.hopper import (
-    async_copy,
-    block_barrier,
-    fence_async_shared,
-    mbarrier,
-    mma_v2,
-    seen_as,
-    store_block,
-    tma,
-)
 from kda_core_nvidia.one_pair_hopper import BLOCK, STATE, ask_for_state, finish_pair
 from kda_core_nvidia.recurrence_stores_hopper import unknown
 
@@ -51,43 +42,43 @@ def prepare_slots(
     q_blocks = gl.allocate_shared_memory(q.dtype, [4, C, 64], TILE)
     k_blocks = gl.allocate_shared_memory(q.dtype, [4, C, 64], TILE)
     w_blocks = gl.allocate_shared_memory(q.dtype, [4 * G_PARTS, C, 64], TILE)
-    q_buffer = seen_as(q_blocks, q.dtype, [4, C, 64], TILES)
-    k_buffer = seen_as(k_blocks, q.dtype, [4, C, 64], TILES)
+    q_buffer = hopper.seen_as(q_blocks, q.dtype, [4, C, 64], TILES)
+    k_buffer = hopper.seen_as(k_blocks, q.dtype, [4, C, 64], TILES)
     # The place of g holds kg and kA later.
     ROWS: gl.constexpr = C if PAIRED or WHOLE else 2 * C
-    q_rows = seen_as(q_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
-    k_rows = seen_as(k_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
-    g_rows = seen_as(w_blocks, g.dtype, [4 * C // ROWS, ROWS, 64], G_TILE)
-    g_buffer = seen_as(w_blocks, g.dtype, [4, C, 64], G_TILES)
-    w_buffer = seen_as(w_blocks, q.dtype, [4, C, 64], TILES)
+    q_rows = hopper.seen_as(q_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
+    k_rows = hopper.seen_as(k_blocks, q.dtype, [4 * C // ROWS, ROWS, 64], TILE)
+    g_rows = hopper.seen_as(w_blocks, g.dtype, [4 * C // ROWS, ROWS, 64], G_TILE)
+    g_buffer = hopper.seen_as(w_blocks, g.dtype, [4, C, 64], G_TILES)
+    w_buffer = hopper.seen_as(w_blocks, q.dtype, [4, C, 64], TILES)
     if REPEATED:
         # Blocks by an index that is 0 and that the compiler cannot know: it would keep their addresses in slow memory.
         here = unknown(gl.to_tensor(0))
-        q_buffer = seen_as(q_blocks, q.dtype, [1, 4, C, 64], TILES).index(here)
-        k_buffer = seen_as(k_blocks, q.dtype, [1, 4, C, 64], TILES).index(here)
-        w_buffer = seen_as(w_blocks, q.dtype, [1, 4, C, 64], TILES).index(here)
-        g_buffer = seen_as(w_blocks, g.dtype, [1, 4, C, 64], G_TILES).index(here)
+        q_buffer = hopper.seen_as(q_blocks, q.dtype, [1, 4, C, 64], TILES).index(here)
+        k_buffer = hopper.seen_as(k_blocks, q.dtype, [1, 4, C, 64], TILES).index(here)
+        w_buffer = hopper.seen_as(w_blocks, q.dtype, [1, 4, C, 64], TILES).index(here)
+        g_buffer = hopper.seen_as(w_blocks, g.dtype, [1, 4, C, 64], G_TILES).index(here)
     # Sums of decays, and sums over channels after them.
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     WORK: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if FINISHED:
         v_blocks = gl.allocate_shared_memory(q.dtype, [4, C, 64], TILE)
-        work = seen_as(v_blocks, gl.float32, [2, 32, 64], WORK)
+        work = hopper.seen_as(v_blocks, gl.float32, [2, 32, 64], WORK)
     else:
         work = gl.allocate_shared_memory(gl.float32, [2, 32, 64], WORK)
-    x_buffer = seen_as(work, gl.float32, [4, 16, 64], SUMS)
+    x_buffer = hopper.seen_as(work, gl.float32, [4, 16, 64], SUMS)
     if REPEATED:
-        x_buffer = seen_as(work, gl.float32, [1, 4, 16, 64], SUMS).index(here)
+        x_buffer = hopper.seen_as(work, gl.float32, [1, 4, 16, 64], SUMS).index(here)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     total_buffer = gl.allocate_shared_memory(gl.float32, [2, 4, 64], PLAIN)
-    rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    decays_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_ready, count=1)
-    mbarrier.init(decays_ready, count=1)
-    fence_async_shared()
-    block_barrier()
-    mbarrier.expect(rows_ready, 8 * C * 64 * 2)
-    mbarrier.expect(decays_ready, 4 * C * 64 * (G_BITS // 8))
+    rows_ready = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    decays_ready = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
+    hopper.mbarrier.init(rows_ready, count=1)
+    hopper.mbarrier.init(decays_ready, count=1)
+    hopper.fence_async_shared()
+    hopper.block_barrier()
+    hopper.mbarrier.expect(rows_ready, 8 * C * 64 * 2)
+    hopper.mbarrier.expect(decays_ready, 4 * C * 64 * (G_BITS // 8))
     tiles.copy_rows(k, k_rows, rows_ready, row0, row1, i_kh * s_kh, head1 // group * s_kh, SECOND)
     tiles.copy_rows(q, q_rows, rows_ready, row0, row1, i_kh * s_qh, head1 // group * s_qh, SECOND)
     tiles.copy_rows(g, g_rows, decays_ready, row0, row1, i_h * s_gh, head1 * s_gh, SECOND)
@@ -144,7 +135,7 @@ def prepare_slots(
         bias = square.by_column(gl.load(dt_bias + c_head * K + cc).to(gl.float32))
         bias = gl.minimum(bias, 1e30, propagate_nan=tiles.PROPAGATE)
     zero = gl.full([4, 16, 16], 0.0, gl.float32, square.MMA)
-    mbarrier.wait(rows_ready, 0)
+    hopper.mbarrier.wait(rows_ready, 0)
     if tail:
         tiles.fill_behind(q_buffer, count0, count1, 0.0)
         tiles.fill_behind(k_buffer, count0, count1, 0.0)
@@ -153,16 +144,16 @@ def prepare_slots(
     if FINISHED:
         SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], q.dtype)
         squares = gl.allocate_shared_memory(q.dtype, [4, C, C], SQUARE)
-        sums = seen_as(squares, gl.float32, [2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        m10_sum = seen_as(sums.index(0), gl.float32, [4, 4, 64], VECTOR)
-        l10_sum = seen_as(sums.index(1), gl.float32, [4, 4, 64], VECTOR)
+        sums = hopper.seen_as(squares, gl.float32, [2, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        m10_sum = hopper.seen_as(sums.index(0), gl.float32, [4, 4, 64], VECTOR)
+        l10_sum = hopper.seen_as(sums.index(1), gl.float32, [4, 4, 64], VECTOR)
     else:
         m10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
         l10_sum = gl.allocate_shared_memory(gl.float32, [4, 4, 64], VECTOR)
-    own_sum0 = seen_as(m10_sum.index(0), gl.float32, [4, 16], VECTOR)
-    own_sum1 = seen_as(m10_sum.index(1), gl.float32, [4, 16], VECTOR)
-    q_sum0 = seen_as(m10_sum.index(2), gl.float32, [4, 16], VECTOR)
-    q_sum1 = seen_as(m10_sum.index(3), gl.float32, [4, 16], VECTOR)
+    own_sum0 = hopper.seen_as(m10_sum.index(0), gl.float32, [4, 16], VECTOR)
+    own_sum1 = hopper.seen_as(m10_sum.index(1), gl.float32, [4, 16], VECTOR)
+    q_sum0 = hopper.seen_as(m10_sum.index(2), gl.float32, [4, 16], VECTOR)
+    q_sum1 = hopper.seen_as(m10_sum.index(3), gl.float32, [4, 16], VECTOR)
     k_sums = gl.allocate_shared_memory(gl.float32, [2, 4, 16], VECTOR)
     k_sum0, k_sum1 = k_sums.index(0), k_sums.index(1)
     last_buffer = None
@@ -183,10 +174,10 @@ def prepare_slots(
             gl.store(p_norms + C, tiles.norm_of_rows(k_sum0, kept, 2, L2NORM, WHOLE), mask=once)
             gl.store(p_norms + C + 16, tiles.norm_of_rows(k_sum1, kept, 3, L2NORM, WHOLE), mask=once)
 
-    mbarrier.wait(decays_ready, 0)
+    hopper.mbarrier.wait(decays_ready, 0)
     if AGAIN:
-        async_copy.wait_group(0)
-        block_barrier()
+        hopper.async_copy.wait_group(0)
+        hopper.block_barrier()
     if tail:
         # The gate makes 0 of it.
         NO_DECAY: gl.constexpr = 0.0 if GATE == "none" else float("-inf")
@@ -220,7 +211,7 @@ def prepare_slots(
             near, far = tiles.allows_factors(total1, flags)
             if far > 0:
                 m11, l11 = tiles.levels(x, q_tile, k_tile, x_buffer, left_unit, near, zero, GATE)
-        q_sum = seen_as(m10_sum.index(2 + tile), gl.float32, [4, 16], VECTOR)
+        q_sum = hopper.seen_as(m10_sum.index(2 + tile), gl.float32, [4, 16], VECTOR)
         q_factor = tiles.left_rows(tiles.norm_of_rows(q_sum, kept, tile, L2NORM, WHOLE) * (scale * DOWN))
         k_factor = tiles.left_rows(tiles.norm_of_rows(k_sums.index(tile), kept, 2 + tile, L2NORM, WHOLE) * DOWN)
         for part in gl.static_range(tiles.PARTS):
@@ -254,20 +245,20 @@ def prepare_slots(
         for part in gl.static_range(tiles.PARTS):
             tiles.store_part(kg0[part], tiles.tile_of(w_buffer, 0), part)
             tiles.store_part(kg1[part], tiles.tile_of(w_buffer, 1), part)
-    fence_async_shared()
-    block_barrier()
+    hopper.fence_async_shared()
+    hopper.block_barrier()
     if FINISHED:
         total_buffer.index(0).store(gl.exp2(total0 + total1))  # nobody reads tile 0's any more
     out0 = (slot0 * HV + i_h) * (3 * C)
     out1 = (slot1 * HV + head1) * (3 * C)
     if not (FINISHED and alone):
         for half in gl.static_range(2):
-            store_block(keys, [out0, half * 64], k_blocks.index(2 * half))
-            store_block(keys, [out0 + C, half * 64], q_blocks.index(2 * half))
+            hopper.store_block(keys, [out0, half * 64], k_blocks.index(2 * half))
+            hopper.store_block(keys, [out0 + C, half * 64], q_blocks.index(2 * half))
         if second:
             for half in gl.static_range(2):
-                store_block(keys, [out1, half * 64 + SECOND], k_blocks.index(2 * half + 1))
-                store_block(keys, [out1 + C, half * 64 + SECOND], q_blocks.index(2 * half + 1))
+                hopper.store_block(keys, [out1, half * 64 + SECOND], k_blocks.index(2 * half + 1))
+                hopper.store_block(keys, [out1 + C, half * 64 + SECOND], q_blocks.index(2 * half + 1))
 
     # From here on a warp has one tile of a slot for its own.
     p_square = square.by_row((slot * HV + r_head) * (C * C))
@@ -290,9 +281,9 @@ def prepare_slots(
         q_norm1 = tiles.norm_of_rows(q_sum1, kept, 1, L2NORM, WHOLE) * scale
         q_norm = gl.where(odd, q_norm1, tiles.norm_of_rows(q_sum0, kept, 0, L2NORM, WHOLE) * scale)
         own_product = gl.where(odd, square.take_rows(own_sum1, WHOLE), square.take_rows(own_sum0, WHOLE))
-        m_sums = seen_as(work.index(0), gl.float32, [8, 16, 16], square.ROWS_FIRST)
-        l_sums = seen_as(work.index(1), gl.float32, [8, 16, 16], square.ROWS_FIRST)
-        x_sums = seen_as(work.index(1), gl.float32, [4, 16, 16], square.ROWS_FIRST)
+        m_sums = hopper.seen_as(work.index(0), gl.float32, [8, 16, 16], square.ROWS_FIRST)
+        l_sums = hopper.seen_as(work.index(1), gl.float32, [8, 16, 16], square.ROWS_FIRST)
+        x_sums = hopper.seen_as(work.index(1), gl.float32, [4, 16, 16], square.ROWS_FIRST)
         square.give_tiles(gl.join(m00, m11), m_sums, WHOLE)
         square.give_tiles(gl.join(l00, l11), l_sums, WHOLE)
         square.give_square(m10, m10_sum)
@@ -315,10 +306,10 @@ def prepare_slots(
         m10 = m10 * (square.by_row(q_norm1 * DOWN) * square.by_column(k_column0))
         l10 = l10 * (square.by_row(k_norm1 * DOWN) * square.by_column(k_beta_column0))
         x_sums.store(square.inverse_transposed(l_own, lt_own, zero))
-        of_tile = seen_as(x_sums, gl.float32, [2, 2, 16, 16], square.ROWS_FIRST)
+        of_tile = hopper.seen_as(x_sums, gl.float32, [2, 2, 16, 16], square.ROWS_FIRST)
         xt00 = square.square_of_slot(of_tile.index(0))
         xt11 = square.square_of_slot(of_tile.index(1))
-        x11 = square.square_of_slot(seen_as(x_sums, gl.float32, [2, 2, 16, 16], square.COLUMNS_FIRST).index(1))
+        x11 = square.square_of_slot(hopper.seen_as(x_sums, gl.float32, [2, 2, 16, 16], square.COLUMNS_FIRST).index(1))
         # X10 = −X11 (L10 X00)
         xt10 = -square.times(square.times(xt00, l10, zero), x11, zero)
     if X is not None:
@@ -345,13 +336,13 @@ def prepare_slots(
     k_g1 = w_buffer.slice(16, 16, dim=1).load(square.RIGHT)
     wide = gl.full([4, 16, 64], 0.0, gl.float32, square.MMA)
     to_end = square.by_column(total_buffer.index(1).load(gl.SliceLayout(1, square.MMA)))
-    k_a0 = mma_v2(a00, k_g0, mma_v2(a00_rest, k_g0, wide)) * to_end
-    k_a0 = mma_v2(a10, k_g1, mma_v2(a10_rest, k_g1, k_a0))
-    k_a1 = mma_v2(a11, k_g1, mma_v2(a11_rest, k_g1, wide))
+    k_a0 = hopper.mma_v2(a00, k_g0, hopper.mma_v2(a00_rest, k_g0, wide)) * to_end
+    k_a0 = hopper.mma_v2(a10, k_g1, hopper.mma_v2(a10_rest, k_g1, k_a0))
+    k_a1 = hopper.mma_v2(a11, k_g1, hopper.mma_v2(a11_rest, k_g1, wide))
     w_buffer.slice(0, 16, dim=1).store(k_a0.to(q.dtype))
     w_buffer.slice(16, 16, dim=1).store(k_a1.to(q.dtype))
-    fence_async_shared()
-    block_barrier()
+    hopper.fence_async_shared()
+    hopper.block_barrier()
     if FINISHED and alone:
         first = o + (i_n.to(gl.int64) * s_ob if not PACKED else row0.to(gl.int64) * s_ot)
         finish_pair(
@@ -362,15 +353,15 @@ def prepare_slots(
         )  # fmt: skip
     else:
         for half in gl.static_range(2):
-            store_block(keys, [out0 + 2 * C, half * 64], w_blocks.index(2 * half))
+            hopper.store_block(keys, [out0 + 2 * C, half * 64], w_blocks.index(2 * half))
         if second:
             for half in gl.static_range(2):
-                store_block(keys, [out1 + 2 * C, half * 64 + SECOND], w_blocks.index(2 * half + 1))
-        tma.store_wait(0)
+                hopper.store_block(keys, [out1 + 2 * C, half * 64 + SECOND], w_blocks.index(2 * half + 1))
+        hopper.tma.store_wait(0)
     # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
     # barriers that others have passed.
     q_blocks._keep_alive()
     k_blocks._keep_alive()
     w_blocks._keep_alive()
-    mbarrier.invalidate(rows_ready)
-    mbarrier.invalidate(decays_ready)
+    hopper.mbarrier.invalidate(rows_ready)
+    hopper.mbarrier.invalidate(decays_ready)
