@@ -29,6 +29,18 @@ _NUMBERS = ["T", "HV", "s_accepted", "s_index", "pad_slot_id", "slots", "M"]
 
 
 @triton.jit
+def row_in(x, V_FIRST: tl.constexpr):
+    """A vector over key channels as a row of a state's block, [BV, KP] when V comes first and [KP, BV] otherwise."""
+    return x[None, :] if V_FIRST else x[:, None]
+
+
+@triton.jit
+def value_in(x, V_FIRST: tl.constexpr):
+    """A vector over value channels as a column of it."""
+    return x[:, None] if V_FIRST else x[None, :]
+
+
+@triton.jit
 def load_record(p_record, o_k, o_v, live, K: tl.constexpr, V: tl.constexpr):
     """k, the decay and u of a token; zeros past K, past V, and everywhere unless ``live``."""
     m_k = o_k < tl.where(live, K, 0)
@@ -120,14 +132,9 @@ def commit_kernel(
         more = t + 1 < count
         p_next = p_record + token_of(path, tl.where(more, t + 1, 0), length) * s_rt
         next_k, next_d, next_u = load_record(p_next, o_k, o_v, more, K, V)
-        if V_FIRST:
-            b_k = b_k[None, :]
-            b_d = b_d[None, :]
-            b_u = b_u[:, None]
-        else:
-            b_k = b_k[:, None]
-            b_d = b_d[:, None]
-            b_u = b_u[None, :]
+        b_k = row_in(b_k, V_FIRST)
+        b_d = row_in(b_d, V_FIRST)
+        b_u = value_in(b_u, V_FIRST)
         if SIGNED:
             S = decayed(S, b_d)
         else:

@@ -1,4 +1,5 @@
-"""Device functions for the inverse of a unit lower triangular block, by block doubling.
+"""Device functions for a chunk's squares: pairs of rows, and the inverse of a unit lower triangular block, by block
+doubling.
 
 X ← X − X·L_b·X, where X holds the inverses of the diagonal b-blocks and L_b is L restricted to the lower-left b×b
 blocks of the 2b-blocks. Unlike the Neumann product (I − L)(I + L²)(I + L⁴)…, whose terms cancel when keys repeat, every
@@ -43,3 +44,20 @@ def inverse_16(L, r, s, PRECISION: tl.constexpr):
     X = _doubled(X, L, r, s, 1, PRECISION)
     X = _doubled(X, L, r, s, 2, PRECISION)
     return _doubled(X, L, r, s, 3, PRECISION)
+
+
+@triton.jit
+def add_pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
+    """Add left_q · rightᵀ to m and left_k · rightᵀ to el."""
+    right = tl.trans(right)
+    return tl.dot(left_q, right, m, input_precision=DOT), tl.dot(left_k, right, el, input_precision=DOT)
+
+
+@triton.jit
+def store_square(p_square, b00, b10, b11, C: tl.constexpr):
+    """Store a lower triangular 32×32 matrix from its 16×16 blocks."""
+    dtype = p_square.dtype.element_ty
+    tl.store(p_square, b00.to(dtype))
+    tl.store(p_square + 16, tl.zeros([16, 16], dtype))
+    tl.store(p_square + 16 * C, b10.to(dtype))
+    tl.store(p_square + 16 * C + 16, b11.to(dtype))

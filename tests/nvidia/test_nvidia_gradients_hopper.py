@@ -19,7 +19,6 @@ from kda_core_nvidia.choose.backward import (
     GradientsHopperConfig,
     GradientsPersistentConfig,
     backward_config,
-    gradients_persistent_config,
     heads_of,
 )
 from kda_core_nvidia.plans.backward import plan_backward
@@ -148,7 +147,7 @@ def gradients(request: Request, kind: str = "", hopper: bool = True, programs: i
     choice = choose_backward(r, chip(DEVICE))
     assert isinstance(choice.gradients, (GradientsHopperConfig, GradientsPersistentConfig))
     if kind.startswith("pairs"):
-        choice = replace(choice, gradients=gradients_persistent_config(chip(DEVICE)))
+        choice = replace(choice, gradients=GradientsPersistentConfig(chip(DEVICE).multiprocessors))
     if programs:
         choice = replace(choice, gradients=replace(choice.gradients, programs=programs))
     if not hopper:

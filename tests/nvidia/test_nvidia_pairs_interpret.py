@@ -63,7 +63,7 @@ def listed(name: str) -> list[list[list[int]]]:
 
 def stored(name: str, every_second: bool) -> dict[str, torch.Tensor]:
     """What ``recurrences_kernel`` writes, for inputs that the call's name is the seed of."""
-    from kda_core_nvidia.backward_recurrences import recurrences_kernel
+    from kda_core_nvidia.backward_reverse import recurrences_kernel
 
     torch.manual_seed(len(name))
     B, T, bounds = CALLS[name]

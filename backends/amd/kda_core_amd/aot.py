@@ -40,12 +40,12 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "recurrence, h", 2, 256): 160,
     ("gfx1100", "reverse_kernel", 2, 128): 24,
     ("gfx1100", "reverse_kernel", 2, 256): 40,
-    ("gfx1100", "reverse_transitions_kernel", 2, 128): 32,
+    ("gfx1100", "reverse_kernel, additions", 2, 128): 32,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that spill in kernels that are
-served all the same, only for tensors of 2 GiB and more ("h": with intermediate states; "checkpoints": with those). A
-lane of gfx1100 has 256 registers, its matrix unit wants every operand in both halves of a wave, and an address of 64
-bits takes two."""
+served all the same, only for tensors of 2 GiB and more ("h": with intermediate states; "checkpoints" and
+"additions": with those). A lane of gfx1100 has 256 registers, its matrix unit wants every operand in both halves of a
+wave, and an address of 64 bits takes two."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
@@ -76,7 +76,7 @@ class Resources:
         found = []
         operand = next(job.launch.views()).itemsize
         width = 128 if job.arguments.get("KP", 0) <= 128 else 256
-        more = [n for n in ("h", "checkpoints") if job.arguments.get(n) is not None]
+        more = [n for n in ("h", "checkpoints", "additions") if job.arguments.get(n) is not None]
         name = ", ".join([job.launch.name, *more])
         stated = KNOWN_LARGE_SPILLS if job.large else {}
         limit, lds = stated.get((job.arch, name, operand, width), SPILL_LIMIT), ARCHITECTURES[job.arch].lds

@@ -9,9 +9,8 @@ recurrences, E_rs = exp(G_r − G_s), Mu = scale · do zᵀ and Lu = −dv zᵀ:
     dk = row + β column        dβ = Σ_c k ⊙ column
 
 The sums over pairs run over hierarchical reference points: for half blocks of b = 16, 8, …, 1 rows the pairs that
-straddle the middle of a 2b-block, with no exponent above 0. The slot's rows are one tile of 32 or two of 16 (0 and 1).
-With two, b = 16 is one product between the tiles and the other levels lie inside a tile, so that half of the products'
-terms are never formed; with one, fewer values are alive at a time.
+straddle the middle of a 2b-block, with no exponent above 0. All of a slot's rows are one tile: two of 16 would spare
+half of the products' terms, and have more values alive at a time than a lane has registers for.
 
 Decays: dγ_t collects what every pair (r, s), s < t ≤ r, gives. Within a level these are the rows from t to the end of
 t's second half, or those before t in t's first half: sums of the terms that reach t, in which nothing has to cancel (as
@@ -38,7 +37,7 @@ _NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "
 
 @triton.jit
 def _inverse_norms(x, o_row, s_t, m_row, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr):
-    """1 / sqrt(Σ x² + ε) of a tile's rows."""
+    """1 / sqrt(Σ x² + ε) of rows."""
     squares = tl.zeros([o_row.shape[0], BK], tl.float32)
     for i_k in range(0, KP, BK):
         b_x = _rows(x, o_row * s_t, m_row, i_k + tl.arange(0, BK), K).to(tl.float32)
@@ -55,7 +54,7 @@ def _rows(x, offsets, m_row, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def _gate_inputs(g, dt_bias, offsets, m_row, o_k, K: tl.constexpr):
-    """A tile's gate inputs with their bias."""
+    """Gate inputs with their bias."""
     b_g = _rows(g, offsets, m_row, o_k, K).to(tl.float32)
     if dt_bias is not None:
         b_g += tl.load(dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
@@ -64,7 +63,7 @@ def _gate_inputs(g, dt_bias, offsets, m_row, o_k, K: tl.constexpr):
 
 @triton.jit
 def _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, j, sums, TERMS: tl.constexpr, DOT: tl.constexpr, dtype):
-    """Add a tile's pairs of the level with half-blocks of 2^j rows to ``sums``: dq, row, column and dγ."""
+    """Add the pairs of the level with half-blocks of 2^j rows to ``sums``: dq, row, column and dγ."""
     pairs = apart(r[:, None], r[None, :], j) & (r[:, None] > r[None, :])
     mu = tl.where(pairs, b_mu, 0.0).to(dtype)
     lu = tl.where(pairs, b_lu, 0.0).to(dtype)
@@ -123,7 +122,6 @@ def gradients_kernel(
     C: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    ROWS: tl.constexpr,  # of a tile: C or C / 2
     LEVEL_LOOP: tl.constexpr,  # one level at a time
     TERMS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -135,14 +133,10 @@ def gradients_kernel(
     count = tl.minimum(end - first_row, C)
     if count <= 0:
         return
-    tiles: tl.constexpr = C // ROWS
-    levels: tl.constexpr = 5 if ROWS == 32 else 4  # half blocks of 1, 2, …, ROWS / 2 rows
-    r = tl.arange(0, ROWS)
-    o_row = ()
-    m_row = ()
-    for t in tl.static_range(tiles):
-        o_row += ((r + t * ROWS).to(tl.int64),)
-        m_row += (r + t * ROWS < count,)
+    levels: tl.constexpr = 5  # half blocks of 1, 2, …, C / 2 rows
+    r = tl.arange(0, C)
+    o_row = r.to(tl.int64)
+    m_row = r < count
     out = (i_b * T + first_row) * HV + i_h
     dq += out * K
     dk += out * K
@@ -151,20 +145,19 @@ def gradients_kernel(
     dbeta += out
     if i_n == N:
         # Rows behind the last packed sequence.
-        for t in tl.static_range(tiles):
-            for i_k in range(0, KP, BK):
-                o_k = i_k + tl.arange(0, BK)
-                mask = m_row[t][:, None] & (o_k < K)[None, :]
-                offsets = o_row[t][:, None] * HV * K + o_k[None, :]
-                tl.store(dq + offsets, tl.zeros([ROWS, BK], dq.dtype.element_ty), mask=mask)
-                tl.store(dk + offsets, tl.zeros([ROWS, BK], dk.dtype.element_ty), mask=mask)
-                tl.store(dg + offsets, tl.zeros([ROWS, BK], dg.dtype.element_ty), mask=mask)
-            for i_v in range(0, VP, BV):
-                o_v = i_v + tl.arange(0, BV)
-                offsets = o_row[t][:, None] * HV * V + o_v[None, :]
-                zero = tl.zeros([ROWS, BV], dv.dtype.element_ty)
-                tl.store(dv + offsets, zero, mask=m_row[t][:, None] & (o_v < V)[None, :])
-            tl.store(dbeta + o_row[t] * HV, tl.zeros([ROWS], dbeta.dtype.element_ty), mask=m_row[t])
+        for i_k in range(0, KP, BK):
+            o_k = i_k + tl.arange(0, BK)
+            mask = m_row[:, None] & (o_k < K)[None, :]
+            offsets = o_row[:, None] * HV * K + o_k[None, :]
+            tl.store(dq + offsets, tl.zeros([C, BK], dq.dtype.element_ty), mask=mask)
+            tl.store(dk + offsets, tl.zeros([C, BK], dk.dtype.element_ty), mask=mask)
+            tl.store(dg + offsets, tl.zeros([C, BK], dg.dtype.element_ty), mask=mask)
+        for i_v in range(0, VP, BV):
+            o_v = i_v + tl.arange(0, BV)
+            offsets = o_row[:, None] * HV * V + o_v[None, :]
+            zero = tl.zeros([C, BV], dv.dtype.element_ty)
+            tl.store(dv + offsets, zero, mask=m_row[:, None] & (o_v < V)[None, :])
+        tl.store(dbeta + o_row * HV, tl.zeros([C], dbeta.dtype.element_ty), mask=m_row)
         return
 
     i_b *= UNIT
@@ -191,58 +184,35 @@ def gradients_kernel(
     rate = gate_rate(A_log, i_h)
     if dt_bias is not None:
         dt_bias += i_h * K
-    raw_beta = ()
-    b_beta = ()
-    q_norm = ()
-    k_norm = ()
-    mu = ()
-    lu = ()
-    b_dbeta = ()
-    for t in tl.static_range(tiles):
-        raw_beta += (tl.load(beta + o_row[t] * s_bt, mask=m_row[t], other=0.0).to(tl.float32),)
-        b_beta += (tl.where(m_row[t], write_strength(raw_beta[t], SIGMOID, NEG_EIGVAL, EXACT), 0.0),)
-        if L2NORM:
-            q_norm += (_inverse_norms(q, o_row[t], s_qt, m_row[t], K, KP, BK),)
-            k_norm += (_inverse_norms(k, o_row[t], s_kt, m_row[t], K, KP, BK),)
-        else:
-            q_norm += (tl.full([ROWS], 1.0, tl.float32),)
-            k_norm += (tl.full([ROWS], 1.0, tl.float32),)
-        mu += (tl.zeros([ROWS, ROWS], tl.float32),)
-        lu += (tl.zeros([ROWS, ROWS], tl.float32),)
-        b_dbeta += (tl.zeros([ROWS], tl.float32),)
-    mu10 = tl.zeros([ROWS, ROWS], tl.float32)
-    lu10 = tl.zeros([ROWS, ROWS], tl.float32)
+    raw_beta = tl.load(beta + o_row * s_bt, mask=m_row, other=0.0).to(tl.float32)
+    b_beta = tl.where(m_row, write_strength(raw_beta, SIGMOID, NEG_EIGVAL, EXACT), 0.0)
+    if L2NORM:
+        q_norm = _inverse_norms(q, o_row, s_qt, m_row, K, KP, BK)
+        k_norm = _inverse_norms(k, o_row, s_kt, m_row, K, KP, BK)
+    else:
+        q_norm = tl.full([C], 1.0, tl.float32)
+        k_norm = tl.full([C], 1.0, tl.float32)
+    mu = tl.zeros([C, C], tl.float32)
+    lu = tl.zeros([C, C], tl.float32)
+    b_dbeta = tl.zeros([C], tl.float32)
     for i_v in range(0, VP, BV):
         o_v = i_v + tl.arange(0, BV)
-        new_mu = ()
-        new_lu = ()
-        for t in tl.static_range(tiles):
-            b_do = _rows(do, o_row[t] * s_ot, m_row[t], o_v, V)
-            b_dv = _rows(dv, o_row[t] * HV * V, m_row[t], o_v, V)
-            b_z = tl.trans(tl.load(z + (r + t * ROWS)[:, None] * VP + o_v[None, :]))
-            new_mu += (tl.dot(b_do, b_z, mu[t], input_precision=DOT),)
-            new_lu += (tl.dot(b_dv, b_z, lu[t], input_precision=DOT),)
-            if t == 1:
-                b_z = tl.trans(tl.load(z + r[:, None] * VP + o_v[None, :]))
-                mu10 = tl.dot(b_do, b_z, mu10, input_precision=DOT)
-                lu10 = tl.dot(b_dv, b_z, lu10, input_precision=DOT)
-        mu = new_mu
-        lu = new_lu
+        b_do = _rows(do, o_row * s_ot, m_row, o_v, V)
+        b_dv = _rows(dv, o_row * HV * V, m_row, o_v, V)
+        b_z = tl.trans(tl.load(z + r[:, None] * VP + o_v[None, :]))
+        mu = tl.dot(b_do, b_z, mu, input_precision=DOT)
+        lu = tl.dot(b_dv, b_z, lu, input_precision=DOT)
 
-    dA = tl.zeros([ROWS], tl.float32)
+    dA = tl.zeros([C], tl.float32)
     everything = (r[:, None] + r[None, :]) >= 0
     from_row = r[None, :] >= r[:, None]
     before_row = r[None, :] < r[:, None]
     # Masks are formed again in every block of channels: kept across blocks they would fill the registers.
     for i_k in tl.range(0, KP, BK, disable_licm=True):
         o_k = i_k + tl.arange(0, BK)
-        b_dq = ()
-        b_row = ()
-        b_column = ()
-        for _ in tl.static_range(tiles):
-            b_dq += (tl.zeros([ROWS, BK], tl.float32),)
-            b_row += (tl.zeros([ROWS, BK], tl.float32),)
-            b_column += (tl.zeros([ROWS, BK], tl.float32),)
+        b_dq = tl.zeros([C, BK], tl.float32)
+        b_row = tl.zeros([C, BK], tl.float32)
+        b_column = tl.zeros([C, BK], tl.float32)
         products = tl.zeros([BV, BK], tl.float32)
         for i_v in range(0, VP, BV):
             o_v = i_v + tl.arange(0, BV)
@@ -250,113 +220,67 @@ def gradients_kernel(
             b_s = tl.load(states + o_s)
             b_ds = tl.load(state_grads + o_s)
             products += b_s.to(tl.float32) * b_ds.to(tl.float32)
-            new_dq = ()
-            new_row = ()
-            new_column = ()
-            for t in tl.static_range(tiles):
-                b_do = _rows(do, o_row[t] * s_ot, m_row[t], o_v, V)
-                b_dv = _rows(dv, o_row[t] * HV * V, m_row[t], o_v, V)
-                b_z = tl.load(z + (r + t * ROWS)[:, None] * VP + o_v[None, :])
-                new_dq += (tl.dot(b_do, b_s, b_dq[t], input_precision=DOT),)
-                new_row += (tl.dot(b_dv, b_s, b_row[t], input_precision=DOT),)
-                new_column += (tl.dot(b_z, b_ds, b_column[t], input_precision=DOT),)
-            b_dq = new_dq
-            b_row = new_row
-            b_column = new_column
+            b_do = _rows(do, o_row * s_ot, m_row, o_v, V)
+            b_dv = _rows(dv, o_row * HV * V, m_row, o_v, V)
+            b_z = tl.load(z + r[:, None] * VP + o_v[None, :])
+            b_dq = tl.dot(b_do, b_s, b_dq, input_precision=DOT)
+            b_row = tl.dot(b_dv, b_s, b_row, input_precision=DOT)
+            b_column = tl.dot(b_z, b_ds, b_column, input_precision=DOT)
         summed = tl.sum(products, 0)
         if initial_state is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if one_chunk:
                 summed = _sum_of_ends(initial_state, grad_final_state, o_k, s_ik, s_iv, s_fk, s_fv, K, V, VP, BV, BK)
 
-        b_q = ()
-        b_k = ()
-        parts = ()
-        into = ()
-        out_of = ()
-        for t in tl.static_range(tiles):
-            b_q += (_rows(q, o_row[t] * s_qt, m_row[t], o_k, K).to(tl.float32) * q_norm[t][:, None],)
-            b_k += (_rows(k, o_row[t] * s_kt, m_row[t], o_k, K).to(tl.float32) * k_norm[t][:, None],)
-            y = log2_decay(_gate_inputs(g, dt_bias, o_row[t] * s_gt, m_row[t], o_k, K), rate, 0.0, lower_bound, GATE)
-            y = tl.where(m_row[t][:, None] & (o_k < K)[None, :], y, 0.0)
-            parts += (split(y, TERMS),)
-            # Decays from the tile's start through a row, and behind it to the tile's end.
-            into += (tl.exp2(chained_sum(through(r, r), parts[t], TERMS)),)
-            out_of += (tl.exp2(chained_sum(after(r, r), parts[t], TERMS)),)
-        # Terms that go through the states. The decay of the whole slot is the same in each row of ``total``.
-        total = tl.exp2(chained_sum(everything, parts[0], TERMS))
-        if tiles == 2:
-            total1 = tl.exp2(chained_sum(everything, parts[1], TERMS))
-            dq0, dq1 = b_dq[0] * (into[0] * scale), b_dq[1] * (into[1] * total * scale)
-            row0, row1 = b_row[0] * -into[0], b_row[1] * -(into[1] * total)
-            column0, column1 = b_column[0] * (out_of[0] * total1), b_column[1] * out_of[1]
-            whole = total * total1 * summed[None, :]
-            # They reach every row of the other tile.
-            reach = split(b_q[1] * dq1 + b_k[1] * row1, TERMS)
-            dgamma0 = whole + chained_sum(everything, reach, TERMS)
-            reach = split(b_k[0] * column0 * b_beta[0][:, None], TERMS)
-            dgamma1 = whole + chained_sum(everything, reach, TERMS)
-            # Pairs of a row of tile 1 and one of tile 0; the reference is the border between the tiles.
-            m10 = (mu10 * scale).to(dtype)
-            l10 = (-lu10).to(dtype)
-            k_e = b_k[0] * out_of[0]
-            written = (k_e * b_beta[0][:, None]).to(dtype)
-            dq1 += tl.dot(m10, written, input_precision=DOT) * into[1]
-            row1 += tl.dot(l10, written, input_precision=DOT) * into[1]
-            column = tl.dot(tl.trans(l10), (b_k[1] * into[1]).to(dtype), input_precision=DOT)
-            column = tl.dot(tl.trans(m10), (b_q[1] * into[1]).to(dtype), column, input_precision=DOT)
-            column0 += column * out_of[0]
-            b_dq = (dq0, dq1)
-            b_row = (row0, row1)
-            b_column = (column0, column1)
-            b_dgamma = (dgamma0, dgamma1)
+        b_q = _rows(q, o_row * s_qt, m_row, o_k, K).to(tl.float32) * q_norm[:, None]
+        b_k = _rows(k, o_row * s_kt, m_row, o_k, K).to(tl.float32) * k_norm[:, None]
+        y = log2_decay(_gate_inputs(g, dt_bias, o_row * s_gt, m_row, o_k, K), rate, 0.0, lower_bound, GATE)
+        parts = split(tl.where(m_row[:, None] & (o_k < K)[None, :], y, 0.0), TERMS)
+        # Terms that go through the states: decays from the slot's start through a row, and behind it to the slot's end.
+        into = tl.exp2(chained_sum(through(r, r), parts, TERMS))
+        out_of = tl.exp2(chained_sum(after(r, r), parts, TERMS))
+        # The decay of the whole slot is the same in each row of ``total``.
+        total = tl.exp2(chained_sum(everything, parts, TERMS))
+        b_dq *= into * scale
+        b_row *= -into
+        b_column *= out_of
+        dgamma = total * summed[None, :]
+        reach = split(b_q * b_dq + b_k * b_row, TERMS)
+        dgamma += chained_sum(from_row, reach, TERMS)
+        reach = split(b_k * b_column * b_beta[:, None], TERMS)
+        dgamma += chained_sum(before_row, reach, TERMS)
+        # Then the pairs.
+        sums = (b_dq, b_row, b_column, dgamma)
+        b_mu = mu * scale
+        b_lu = -lu
+        if LEVEL_LOOP:
+            for level in tl.range(0, levels, disable_licm=True):
+                sums = _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, level, sums, TERMS, DOT, dtype)
         else:
-            b_dq = (b_dq[0] * (into[0] * scale),)
-            b_row = (b_row[0] * -into[0],)
-            b_column = (b_column[0] * out_of[0],)
-            b_dgamma = (total * summed[None, :],)
-
-        new_dbeta = ()
+            for level in tl.static_range(levels):
+                sums = _level(b_q, b_k, b_beta, b_mu, b_lu, parts, r, level, sums, TERMS, DOT, dtype)
+        # The diagonal of M has no decay.
+        diagonal = tl.sum(tl.where(r[:, None] == r[None, :], b_mu, 0.0), 1)
+        b_dq = sums[0] + (diagonal * b_beta)[:, None] * b_k
+        b_column = sums[2] + diagonal[:, None] * b_q
+        dgamma = sums[3]
+        b_dbeta += tl.sum(b_k * b_column, 1)
+        mask = m_row[:, None] & (o_k < K)[None, :]
+        offsets = o_row[:, None] * HV * K + o_k[None, :]
+        tl.store(dq + offsets, b_dq.to(dq.dtype.element_ty), mask=mask)
+        tl.store(dk + offsets, (sums[1] + b_column * b_beta[:, None]).to(dk.dtype.element_ty), mask=mask)
         b_bias = tl.zeros([BK], tl.float32)
-        for t in tl.static_range(tiles):
-            # The same inside their own tile, then the pairs that lie inside it.
-            reach = split(b_q[t] * b_dq[t] + b_k[t] * b_row[t], TERMS)
-            dgamma = b_dgamma[t] + chained_sum(from_row, reach, TERMS)
-            reach = split(b_k[t] * b_column[t] * b_beta[t][:, None], TERMS)
-            dgamma += chained_sum(before_row, reach, TERMS)
-            sums = (b_dq[t], b_row[t], b_column[t], dgamma)
-            b_mu = mu[t] * scale
-            b_lu = -lu[t]
-            if LEVEL_LOOP:
-                for level in tl.range(0, levels, disable_licm=True):
-                    sums = _level(b_q[t], b_k[t], b_beta[t], b_mu, b_lu, parts[t], r, level, sums, TERMS, DOT, dtype)
-            else:
-                for level in tl.static_range(levels):
-                    sums = _level(b_q[t], b_k[t], b_beta[t], b_mu, b_lu, parts[t], r, level, sums, TERMS, DOT, dtype)
-            # The diagonal of M has no decay.
-            diagonal = tl.sum(tl.where(r[:, None] == r[None, :], b_mu, 0.0), 1)
-            dq_t = sums[0] + (diagonal * b_beta[t])[:, None] * b_k[t]
-            column = sums[2] + diagonal[:, None] * b_q[t]
-            dgamma = sums[3]
-            new_dbeta += (b_dbeta[t] + tl.sum(b_k[t] * column, 1),)
-            mask = m_row[t][:, None] & (o_k < K)[None, :]
-            offsets = o_row[t][:, None] * HV * K + o_k[None, :]
-            tl.store(dq + offsets, dq_t.to(dq.dtype.element_ty), mask=mask)
-            tl.store(dk + offsets, (sums[1] + column * b_beta[t][:, None]).to(dk.dtype.element_ty), mask=mask)
-            if GATE != "none":
-                # Loaded once more rather than kept: registers are what this kernel is short of.
-                b_g = _gate_inputs(g, dt_bias, o_row[t] * s_gt, m_row[t], o_k, K)
-                dgamma = tl.where(mask, dgamma, 0.0)
-                dgamma, summand = gate_gradient(b_g, rate, lower_bound, dgamma, GATE, EXACT)
-                dA += tl.sum(summand, 1)
-                b_bias += tl.sum(dgamma, 0)
-            tl.store(dg + offsets, dgamma.to(dg.dtype.element_ty), mask=mask)
-        b_dbeta = new_dbeta
+        if GATE != "none":
+            # Loaded once more rather than kept: registers are what this kernel is short of.
+            b_g = _gate_inputs(g, dt_bias, o_row * s_gt, m_row, o_k, K)
+            dgamma = tl.where(mask, dgamma, 0.0)
+            dgamma, summand = gate_gradient(b_g, rate, lower_bound, dgamma, GATE, EXACT)
+            dA += tl.sum(summand, 1)
+            b_bias += tl.sum(dgamma, 0)
+        tl.store(dg + offsets, dgamma.to(dg.dtype.element_ty), mask=mask)
         if ddt_bias is not None:
             tl.store(ddt_bias + i_chunk * K + o_k, b_bias, mask=o_k < K)
     if dA_log is not None:
         tl.store(dA_log + i_chunk, tl.sum(dA, 0))
-    for t in tl.static_range(tiles):
-        given = b_dbeta[t]
-        if SIGMOID:
-            given *= b_beta[t] * sigmoid(-raw_beta[t], EXACT)
-        tl.store(dbeta + o_row[t] * HV, given.to(dbeta.dtype.element_ty), mask=m_row[t])
+    if SIGMOID:
+        b_dbeta *= b_beta * sigmoid(-raw_beta, EXACT)
+    tl.store(dbeta + o_row * HV, b_dbeta.to(dbeta.dtype.element_ty), mask=m_row)

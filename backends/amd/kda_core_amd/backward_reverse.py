@@ -4,6 +4,8 @@
 
 dS is held transposed, in blocks as the state in ``recurrence``, and ends as the gradient of the initial state. Grid and
 block order are those of ``recurrence``. Every offset is int64, from the program id up.
+
+With ``additions`` it only says what segments add to the gradients at their starts (``kda_core.triton_lib.segments``).
 """
 
 import triton
@@ -13,47 +15,66 @@ from kda_core.triton_lib.packing import rows_of_sequence
 from kda_core_amd.recurrence import load_state, reverse_step, store_state
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_ob", "s_vb"])
+@triton.jit(do_not_specialize=["T", "chunks", "rows", "HV", "programs", "s_ob", "s_vb"])
 def reverse_kernel(
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
-    do,  # [B, T, HV, V]
-    grad_final_state,  # [N, HV, K, V] (or [..., V, K]) or None
-    dv,  # [B, T, HV, V]
+    do,  # [B, T, HV, V]; with additions, without EVERY [1, T, HV, V]
+    grad_final_state,  # [N, HV, K, V] (or [..., V, K]) or None; with additions the call's own
+    dv,  # [B, T, HV, V]; with additions None, as state_grads
     state_grads,  # [slots, HV, VP, KP]
     grad_initial_state,  # as grad_final_state
-    cu_seqlens,  # [N + 1] or None
+    additions,  # [segments - 1, HV, VP, KP]: of each segment but the first; with EVERY of all; or None
+    cu_seqlens,  # [N + 1], with EVERY boundaries of the segments; or None
     T, chunks,  # chunks of a dense sequence
-    HV, programs,  # N · HV
+    rows,  # of a segment; the last one may have fewer
+    HV, programs,  # N · HV; (segments - 1) · HV; with EVERY segments · HV
     s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, s_fn, s_fh, s_fk, s_fv, s_in, s_ih, s_ik, s_iv,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
-    STAGES: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
+    CUT: tl.constexpr = additions is not None and not EVERY
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV
+    if CUT:
+        i_n += 1
     i_h = pid % programs % HV
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     o_r = tl.arange(0, C)
     m_v = o_v < V
-    i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
-    i_b *= UNIT
     p_state = grad_final_state
-    if grad_final_state is not None:
-        p_state += i_n * s_fn + i_h * s_fh
-    dS = load_state(p_state, o_v, m_v, s_fk, s_fv, K, KP, BV, BK)
+    if additions is None:
+        i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+        if grad_final_state is not None:
+            p_state += i_n * s_fn + i_h * s_fh
+        dS = load_state(p_state, o_v, m_v, s_fk, s_fv, K, KP, BV, BK)
+    else:
+        if grad_final_state is not None:
+            p_state += i_h * s_fh
+        dS = load_state(p_state, o_v, o_v < tl.where(i_n == programs // HV, V, 0), s_fk, s_fv, K, KP, BV, BK)
+        if EVERY:
+            i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+        else:
+            i_b = tl.zeros_like(i_n)
+            bos = i_n * rows
+            length = tl.minimum(T - bos, rows)
+            first_slot = bos // C + i_n
 
     dtype = do.dtype.element_ty
-    do += i_b * s_ob + bos * s_ot + i_h * s_oh
-    dv += i_b * s_vb + bos * s_vt + i_h * s_vh
+    do += i_b * UNIT * s_ob
+    do += bos * s_ot + i_h * s_oh
+    if dv is not None:
+        dv += i_b * UNIT * s_vb + bos * s_vt + i_h * s_vh
     o_row = o_r.to(tl.int64)[None, :]
     o_or = o_row * s_ot + o_v[:, None]
-    o_vr = o_row * s_vt + o_v[:, None]
+    if dv is not None:
+        o_vr = o_row * s_vt + o_v[:, None]
     o_ck = o_r[:, None] * KP + o_k[None, :]
     o_kc = o_r[None, :] * KP + o_k[:, None]
     o_cc = o_r[:, None] * C + o_r[None, :]
@@ -70,10 +91,14 @@ def reverse_kernel(
         b_dv = tl.zeros([BV, C], tl.float32)
         for i_k in tl.static_range(KP // BK):
             b_s = dS[i_k].to(dtype)
-            tl.store(state_grads + i_chunk * (VP * KP) + i_k * BK + o_s, b_s)
+            if state_grads is not None:
+                tl.store(state_grads + i_chunk * (VP * KP) + i_k * BK + o_s, b_s)
             b_dv = tl.dot(b_s, tl.load(p_keys + 2 * C * KP + i_k * BK + o_kc), b_dv, input_precision=DOT)
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
-        tl.store(dv + i_row * s_vt + o_vr, b_dv, mask=m_row)
+        if dv is not None:
+            tl.store(dv + i_row * s_vt + o_vr, b_dv, mask=m_row)
         dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP, o_k, o_ck, C, KP, BK, LIFT, DOT)
     if grad_initial_state is not None:
         store_state(grad_initial_state + i_n * s_in + i_h * s_ih, dS, o_v, m_v, s_ik, s_iv, K, KP, BK)
+    if additions is not None:
+        store_state(additions + pid % programs * (VP * KP), dS, o_v, o_v < VP, 1, KP, KP, KP, BK)

@@ -84,7 +84,6 @@ class Config:
         stages: depth of the load pipeline of its loop; 1 is none, and more than 2 is not used.
         waves_per_eu: waves a SIMD unit that the compiler's register budget is to leave room for; 0: its own choice.
         keys: key channels of a block of a recurrence's state (or of ``join``'s); 0: all of them.
-        rows: rows of a tile of ``gradients``: 16, or the chunk's 32.
         level_loop: ``prepare`` and ``gradients`` take a tile's levels in a loop, ``join`` a state's blocks in turn, so
             that the operands of one are alive at a time.
     """
@@ -94,7 +93,6 @@ class Config:
     stages: int = 1
     waves_per_eu: int = 0
     keys: int = 0
-    rows: int = 32
     level_loop: bool = False
 
 
@@ -146,7 +144,8 @@ _RDNA = MappingProxyType(
         "gradients": _table(Config(16, 16, level_loop=True)),
     }
 )
-# For tests alone; these are the fastest of a few on an H200, whose lanes have 255 registers and whose warps are RDNA's.
+# For tests alone; all but that of gradients are the fastest of a few on an H200, whose lanes have 255 registers and
+# whose warps are RDNA's.
 _FOREIGN_RECURRENCES = _table(Config(32, 2, 2), Config(32, 4), Config(16, 4))
 _FOREIGN = MappingProxyType(
     {
@@ -157,7 +156,7 @@ _FOREIGN = MappingProxyType(
         "join": _JOIN,
         "states": _FOREIGN_RECURRENCES,
         "reverse": _FOREIGN_RECURRENCES,
-        "gradients": _table(*[Config(128, 8, rows=16)] * 2, Config(16, 4)),
+        "gradients": _table(Config(16, 8)),
     }
 )
 CONFIGS = MappingProxyType(

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY, BOUNDED_SHIFT, after, selected_sum, through, whole_sum
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.inverse import add_pairs, inverse_16, store_square
 from kda_core.triton_lib.levels import apart, to_reference
 from kda_core.triton_lib.packing import is_padding, rows_of_slot
 from kda_core.triton_lib.parts import split, two_parts
@@ -60,13 +60,6 @@ def _log2_decays(
 
 
 @triton.jit
-def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
-    """Add left_q · rightᵀ to m and left_k · rightᵀ to el."""
-    right = tl.trans(right)
-    return tl.dot(left_q, right, m, input_precision=DOT), tl.dot(left_k, right, el, input_precision=DOT)
-
-
-@triton.jit
 def _level(b_q, b_k, parts, m, el, r, j, TERMS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
     """Add a tile's pairs of the level with half-blocks of 2^j rows."""
     e = tl.exp2(selected_sum(to_reference(r[:, None], r[None, :], j), parts, TERMS))
@@ -87,7 +80,7 @@ def _own_pairs(
     if BOUNDED:
         x = selected_sum(through(r, r), parts, TERMS, BOUNDED_SHIFT)
         e = tl.exp2(x)
-        m, el = _pairs((b_q * e).to(dtype), (b_k * e).to(dtype), (b_k * tl.exp2(-x)).to(dtype), m, el, DOT)
+        m, el = add_pairs((b_q * e).to(dtype), (b_k * e).to(dtype), (b_k * tl.exp2(-x)).to(dtype), m, el, DOT)
     else:
         m += tl.where(r[:, None] == r[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
         if LEVEL_LOOP:
@@ -97,16 +90,6 @@ def _own_pairs(
             for j in tl.static_range(4):
                 m, el = _level(b_q, b_k, parts, m, el, r, j, TERMS, DOT, dtype)
     return m, el
-
-
-@triton.jit
-def _store_square(p_square, b00, b10, b11, C: tl.constexpr):
-    """Store a lower triangular 32×32 matrix from its 16×16 blocks."""
-    dtype = p_square.dtype.element_ty
-    tl.store(p_square, b00.to(dtype))
-    tl.store(p_square + 16, tl.zeros([16, 16], dtype))
-    tl.store(p_square + 16 * C, b10.to(dtype))
-    tl.store(p_square + 16 * C + 16, b11.to(dtype))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -205,7 +188,7 @@ def prepare(
         # Rows of tile 1 against those of tile 0: the reference is the border between the tiles.
         into = tl.exp2(selected_sum(through(r, r), parts1, TERMS))
         k_out = (b_k0 * tl.exp2(selected_sum(after(r, r), parts0, TERMS))).to(dtype)
-        m10, l10 = _pairs((b_q1 * into).to(dtype), (b_k1 * into).to(dtype), k_out, m10, l10, DOT)
+        m10, l10 = add_pairs((b_q1 * into).to(dtype), (b_k1 * into).to(dtype), k_out, m10, l10, DOT)
 
     # q and k stay as they came inside these products; norms (and scale) multiply rows and columns of the results.
     q_norm0 = tl.full([16], 1.0, tl.float32) * scale
@@ -232,10 +215,10 @@ def prepare(
     p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
     p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
     i_chunk = i_slot * HV + i_h
-    _store_square(P + i_chunk * (C * C) + r[:, None] * C + r[None, :], p00, p10, p11, C)
+    store_square(P + i_chunk * (C * C) + r[:, None] * C + r[None, :], p00, p10, p11, C)
 
     if X is not None:
-        _store_square(X + i_chunk * (C * C) + r[:, None] * C + r[None, :], x00, x10, x11, C)
+        store_square(X + i_chunk * (C * C) + r[:, None] * C + r[None, :], x00, x10, x11, C)
 
     a00, a00_rest = two_parts(tl.trans(a00), dtype)
     a10, a10_rest = two_parts(tl.trans(a10), dtype)

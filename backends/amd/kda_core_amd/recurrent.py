@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.commit_kernels import ancestors_of, parent_of
+from kda_core.triton_lib.commit_kernels import ancestors_of, parent_of, row_in, value_in
 from kda_core.triton_lib.factor import decay_minus_one
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding, starts_from_state
@@ -45,26 +45,6 @@ def _zero_rows(p_o, begin, end, s_ot, o_v, m_v):
         rows = first + o_r
         zero = tl.zeros([16, o_v.shape[0]], p_o.dtype.element_ty)
         tl.store(p_o + rows[:, None] * s_ot + o_v[None, :], zero, mask=(rows < end)[:, None] & m_v[None, :])
-
-
-@triton.jit
-def _row_in(x, V_FIRST: tl.constexpr):
-    """A vector over key channels as a row of the state's block."""
-    if V_FIRST:
-        block = x[None, :]
-    else:
-        block = x[:, None]
-    return block
-
-
-@triton.jit
-def _value_in(x, V_FIRST: tl.constexpr):
-    """A vector over value channels as a column of the state's block."""
-    if V_FIRST:
-        block = x[:, None]
-    else:
-        block = x[None, :]
-    return block
 
 
 @triton.jit
@@ -161,16 +141,16 @@ def recurrent(
             width = final_width
             slots = final_slots
 
-    m_state = _value_in(m_v, V_FIRST) & _row_in(m_k, V_FIRST)
+    m_state = value_in(m_v, V_FIRST) & row_in(m_k, V_FIRST)
     S = tl.zeros(m_state.shape, tl.float32)
     if initial_state is not None:
-        o_state = _value_in(o_v.to(tl.int64) * I_V, V_FIRST) + _row_in(o_k.to(tl.int64) * I_K, V_FIRST)
+        o_state = value_in(o_v.to(tl.int64) * I_V, V_FIRST) + row_in(o_k.to(tl.int64) * I_K, V_FIRST)
         p_state = initial_state + i_state * s_in + i_h * s_ih + o_state
         m_read = m_state
         if has_state is not None:
             m_read = tl.where(starts_from_state(has_state, i_n, s_has), m_read, False)
         S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
-    o_state = _value_in(o_v.to(tl.int64) * F_V, V_FIRST) + _row_in(o_k.to(tl.int64) * F_K, V_FIRST)
+    o_state = value_in(o_v.to(tl.int64) * F_V, V_FIRST) + row_in(o_k.to(tl.int64) * F_K, V_FIRST)
 
     rate = gate_rate(A_log, i_h)
     bound = tl.where(m_k, lower_bound, 0.0)
@@ -206,8 +186,8 @@ def recurrent(
                         if L2NORM:
                             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
                         decay, lost = _decay(log2_decay(b_g, rate, bias, bound, GATE), lost)
-                        S = S * _row_in(decay, V_FIRST)
-                        S = tl.fma(_value_in(b_u, V_FIRST), _row_in(b_k, V_FIRST), S)
+                        S = S * row_in(decay, V_FIRST)
+                        S = tl.fma(value_in(b_u, V_FIRST), row_in(b_k, V_FIRST), S)
         b_q = tl.load(q + t * s_qt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_k = tl.load(k + t * s_kt + o_k, mask=m_k, other=0.0).to(tl.float32)
         b_g = tl.load(g + t * s_gt + o_k, mask=m_k, other=0.0).to(tl.float32)
@@ -219,14 +199,14 @@ def recurrent(
             r_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + NORM_EPS)
             r_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + NORM_EPS)
         decay, lost = _decay(log2_decay(b_g, rate, bias, bound, GATE), lost)
-        b_y = tl.sum(S * _row_in(b_k * decay, V_FIRST), channels)
-        b_p = tl.sum(S * _row_in(b_q * decay, V_FIRST), channels)
+        b_y = tl.sum(S * row_in(b_k * decay, V_FIRST), channels)
+        b_p = tl.sum(S * row_in(b_q * decay, V_FIRST), channels)
         b_u = b_beta * (b_v - r_k * b_y)
         b_o = r_q * b_p + tl.sum(b_q * b_k, 0) * (r_q * r_k) * b_u
         b_k *= r_k
         # ``commit_kernel`` has these two lines as well, and the same bits: no compiler may fuse otherwise.
-        S = S * _row_in(decay, V_FIRST)
-        S = tl.fma(_value_in(b_u, V_FIRST), _row_in(b_k, V_FIRST), S)
+        S = S * row_in(decay, V_FIRST)
+        S = tl.fma(value_in(b_u, V_FIRST), row_in(b_k, V_FIRST), S)
         tl.store(o + t * s_ot + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
         if records is not None:
             p_record = records + t * s_rt

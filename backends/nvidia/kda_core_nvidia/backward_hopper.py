@@ -8,12 +8,6 @@ are 16-byte aligned; other calls take the plain kernels.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.language.extra.cuda import gdc_wait
 
 from kda_core_nvidia.backward_states_hopper import (
@@ -24,7 +18,8 @@ from kda_core_nvidia.backward_states_hopper import (
     states_of_sequence,
     store_state_block,
 )
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block, halves, store_state
+from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
+from kda_core_nvidia.recurrence_hopper import halves, store_state
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
 
@@ -128,17 +123,17 @@ def _reverse(
             S = S * d_buffer.index(stage).load(L_STATE)
         do_block = o_buffer.index(stage).permute((1, 0))
         pair, ka = pair_buffer.index(stage), a_buffer.index(stage)
-        b_dv = warpgroup_mma(left, ka.slice(0, PART, dim=1).permute((1, 0)), b_dv, use_acc=False, is_async=True)
+        b_dv = wgmma(left, ka.slice(0, PART, dim=1).permute((1, 0)), b_dv, use_acc=False, is_async=True)
         if WIDE:
             mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
             s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
-            b_dv, left = warpgroup_mma_wait(0, deps=(b_dv, left))
+            b_dv, left = wgmma_wait(0, deps=(b_dv, left))
             rounded = (rest * (1 / LIFT)).to(dtype)
             left = gl.convert_layout(rounded, L_LEFT)
             S = S * d_buffer.index(stage).load(L_STATE)
-            b_dv = warpgroup_mma(left, ka.slice(PART, PART, dim=1).permute((1, 0)), b_dv, is_async=True)
-        b_dv = warpgroup_mma(do_block, p_buffer.index(stage), b_dv, is_async=True)
-        S = warpgroup_mma(do_block, pair.slice(C, C), S, is_async=True)
+            b_dv = wgmma(left, ka.slice(PART, PART, dim=1).permute((1, 0)), b_dv, is_async=True)
+        b_dv = wgmma(do_block, p_buffer.index(stage), b_dv, is_async=True)
+        S = wgmma(do_block, pair.slice(C, C), S, is_async=True)
         # Meanwhile this chunk's gradient of the state and the previous dv are handed to the warps that store.
         if not WIDE:
             mbarrier.wait(empty.index(out), ((j // OUT) & 1) ^ 1)
@@ -146,10 +141,10 @@ def _reverse(
         v_buffer.index(out).permute((1, 0)).store(rows)
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
-        b_dv, left = warpgroup_mma_wait(1, deps=(b_dv, left))
+        b_dv, left = wgmma_wait(1, deps=(b_dv, left))
         minus_dv = gl.convert_layout((-b_dv).to(dtype), L_LEFT)
-        S = warpgroup_mma(minus_dv, pair.slice(0, C), S, is_async=True)
-        S, minus_dv = warpgroup_mma_wait(0, deps=(S, minus_dv))
+        S = wgmma(minus_dv, pair.slice(0, C), S, is_async=True)
+        S, minus_dv = wgmma_wait(0, deps=(S, minus_dv))
     if n > 0:
         out = n % OUT
         mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
@@ -255,11 +250,14 @@ def recurrences_hopper(
     if initial_state is not None or grad_final_state is not None:
         # The kernel ahead may have copied them.
         gdc_wait()
+    reverse = (
+        gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens,
+        s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
+    )  # fmt: skip
     if programs is None:
         _reverse_of_sequence(
-            gl.program_id(0), gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads,
-            grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
-            HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS, EVERY_SECOND, ODD,
+            gl.program_id(0), *reverse, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS,
+            EVERY_SECOND, ODD,
         )  # fmt: skip
     elif gl.program_id(0) < programs:
         states_of_sequence(
@@ -268,7 +266,6 @@ def recurrences_hopper(
         )  # fmt: skip
     else:
         _reverse_of_sequence(
-            gl.program_id(0) - programs, gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads,
-            grad_initial_state, cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
-            HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS, EVERY_SECOND, ODD,
+            gl.program_id(0) - programs, *reverse, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE,
+            STORERS, EVERY_SECOND, ODD,
         )  # fmt: skip

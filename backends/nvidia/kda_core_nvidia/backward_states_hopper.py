@@ -13,15 +13,10 @@ have one chunk.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_state_block
+from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
+from kda_core_nvidia.recurrence_stores_hopper import halves, place_of, store_state_block
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
 
@@ -166,29 +161,29 @@ def _states(
             S = S * d_buffer.index(stage).load(L_STATE)
         v_block = v_buffer.index(stage).permute((1, 0))
         ke = ke_buffer.index(stage)
-        r = warpgroup_mma(v_block, minus_eye, r, use_acc=False, is_async=True)
-        r = warpgroup_mma(left, ke.slice(0, PART, dim=1).permute((1, 0)), r, is_async=True)
+        r = wgmma(v_block, minus_eye, r, use_acc=False, is_async=True)
+        r = wgmma(left, ke.slice(0, PART, dim=1).permute((1, 0)), r, is_async=True)
         # Meanwhile this chunk's state and the previous chunk's z are handed to the warps that store.
         mbarrier.wait(empty.index(out), ((i // OUT) & 1) ^ 1)
         s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
         z_buffer.index(out).permute((1, 0)).store(rows)
         if WIDE:
             # All of the state as an operand, beside the state itself, would be more than the registers hold.
-            r, left = warpgroup_mma_wait(0, deps=(r, left))
+            r, left = wgmma_wait(0, deps=(r, left))
             rounded = rest.to(dtype)
             left = gl.convert_layout(rounded, L_LEFT)
             S = S * d_buffer.index(stage).load(L_STATE)
-            r = warpgroup_mma(left, ke.slice(PART, PART, dim=1).permute((1, 0)), r, is_async=True)
+            r = wgmma(left, ke.slice(PART, PART, dim=1).permute((1, 0)), r, is_async=True)
             s_buffer.index(out).slice(PART, PART, dim=1).store(rounded)
         block_barrier()
         mbarrier.arrive(full.index(out), count=1)
-        r, left = warpgroup_mma_wait(0, deps=(r, left))
+        r, left = wgmma_wait(0, deps=(r, left))
         residual = gl.convert_layout((-r * (1 / LIFT)).to(dtype), L_LEFT)
-        S = warpgroup_mma(residual, ka_buffer.index(stage), S, is_async=True)
+        S = wgmma(residual, ka_buffer.index(stage), S, is_async=True)
         x_block = x_buffer.index(stage).permute((1, 0))
-        scaled = warpgroup_mma(residual, x_block, scaled, use_acc=False, is_async=True)
-        S, residual = warpgroup_mma_wait(1, deps=(S, residual))
-        scaled, residual = warpgroup_mma_wait(0, deps=(scaled, residual))
+        scaled = wgmma(residual, x_block, scaled, use_acc=False, is_async=True)
+        S, residual = wgmma_wait(1, deps=(S, residual))
+        scaled, residual = wgmma_wait(0, deps=(scaled, residual))
     if n > 0:
         out = n % OUT
         mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)

@@ -17,11 +17,8 @@ from kda_core_nvidia.plans.layer_step import plan_layer_step
 from kda_core_nvidia.plans.recurrent import add_recurrent, plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
-GATE_WARPS = COMMIT_WARPS = 4
-
-LAYER_WARPS = 4
-"""Warps of a program of the kernels around the operator in a layer."""
-
+WARPS = 4
+"""Warps of a program of ``kda_gate``, of ``commit_kda``, and of the kernels around the operator in a layer."""
 
 _HALVES = {
     "begin": (plan_begin, choose_forward), "finish": (plan_finish, choose_forward),
@@ -52,11 +49,11 @@ def plan_of(
         config = choose_layer_step(r, on)
         return plan_in_three(r, on) if config is None else plan_layer_step(r, config)
     if isinstance(r, LayerRequest):
-        return plan_of_layer(r, 32, LAYER_WARPS)
+        return plan_of_layer(r, 32, WARPS)
     if isinstance(r, CommitRequest):
-        return plan_commit(r, COMMIT_WARPS, True, enable_fp_fusion=False)
+        return plan_commit(r, WARPS, True, enable_fp_fusion=False)
     if isinstance(r, GateRequest):
-        return plan_gate(r, GATE_WARPS)
+        return plan_gate(r, WARPS)
     if r.needs_grad:
         r = changed(r, op="chunk_kda")
         return plan_backward(r, choose_backward(r, on))

@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kda_core_nvidia import gradients_tiles as tiles
+from kda_core_nvidia.hopper import block_barrier
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal
-from kda_core_nvidia.recurrence_hopper import block_barrier
 
 
 @gluon.jit

@@ -26,24 +26,15 @@ descriptors in 32 bits, pointers in int64.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
 from kda_core_nvidia import gradients_tiles as tiles
+from kda_core_nvidia import hopper
 from kda_core_nvidia.backward_states_hopper import place_of, rows_of
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
-from kda_core_nvidia.hopper_squares import seen_as
 from kda_core_nvidia.hopper_tiles import exp2
-from kda_core_nvidia.prepare_slots_hopper import store_block
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
@@ -75,9 +66,9 @@ def _store_gradients(
         columns = gl.where(count > 1, 1.0, 0.0)
         ends = ends * columns
 
-    block_barrier()
+    hopper.block_barrier()
     dq0, dk0, p0, tq0, tk0, tb0 = tiles.own_gradients(dq0, dk0, dkc0, q_rows, k_rows, numbers, own_products, columns, 0)
-    block_barrier()
+    hopper.block_barrier()
     dq1, dk1, p1, tq1, tk1, tb1 = tiles.own_gradients(dq1, dk1, dkc1, q_rows, k_rows, numbers, own_products, columns, 1)
     if BLOCKS > 1:
         tb0 = gl.sum(tb0, axis=0)
@@ -118,7 +109,7 @@ def _store_gradients(
     tiles.store_tiles(dk_block, dk0, dk1)
     if GATE != "none":
         if WIDE_G:
-            mbarrier.wait(g_bar, 1)
+            hopper.mbarrier.wait(g_bar, 1)
         x0 = tiles.rows_of_tile(g_again, 0) + bias
         x1 = tiles.rows_of_tile(g_again, 1) + bias
         if TAILS:
@@ -136,18 +127,18 @@ def _store_gradients(
                 for i in gl.static_range(1, PARTS):
                     gl.store(dA_partial + (of_state * PARTS + i), 0.0)
     tiles.store_tiles(dg_block, dg0, dg1)
-    fence_async_shared()
-    block_barrier()
+    hopper.fence_async_shared()
+    hopper.block_barrier()
     if tail:
         if TAILS:
             tiles.store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
             tiles.store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
             tiles.store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
     else:
-        store_block(dq, [row, i_h * K + channel], dq_block)
-        store_block(dk, [row, i_h * K + channel], dk_block)
-        store_block(dg, [row, i_h * K + channel], dg_block)
-        tma.store_wait(0)
+        hopper.store_block(dq, [row, i_h * K + channel], dq_block)
+        hopper.store_block(dk, [row, i_h * K + channel], dk_block)
+        hopper.store_block(dg, [row, i_h * K + channel], dg_block)
+        hopper.tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -260,53 +251,53 @@ def gradients_hopper(
     ds_1 = gl.allocate_shared_memory(dtype, [64, 128], ROWS)
     if WIDE_G:
         # q and k come once g has been read; a gate reads it again, where a state was.
-        g_rows = seen_as(qk_rows, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
-        g_again = seen_as(ds_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
-        dg_block = seen_as(ds_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        g_rows = hopper.seen_as(qk_rows, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        g_again = hopper.seen_as(ds_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        dg_block = hopper.seen_as(ds_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
     else:
         g_rows = gl.allocate_shared_memory(dtype, [32, 128], ROWS)
         g_again = g_rows
         dg_block = g_rows
     if GROUPED:
-        dq_block = seen_as(s_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
-        dk_block = seen_as(s_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        dq_block = hopper.seen_as(s_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+        dk_block = hopper.seen_as(s_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
     else:
         dq_block = q_rows
         dk_block = k_rows
     # Gradients of strong decays, where the states were.
-    dg_far = seen_as(s_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
-    dq_far = seen_as(s_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
-    dk_far = seen_as(ds_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
-    stacked_0 = seen_as(o_0, dtype, [1, 64, 64], HALVES).index(0)
-    stacked_1 = seen_as(o_1, dtype, [1, 64, 64], HALVES).index(0)
+    dg_far = hopper.seen_as(s_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+    dq_far = hopper.seen_as(s_1, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+    dk_far = hopper.seen_as(ds_0, gl.float32, [1, 32, 128], WIDE_ROWS).index(0)
+    stacked_0 = hopper.seen_as(o_0, dtype, [1, 64, 64], HALVES).index(0)
+    stacked_1 = hopper.seen_as(o_1, dtype, [1, 64, 64], HALVES).index(0)
     # Later, in the place of do, dv and z.
-    all_pairs = seen_as(o_0, dtype, [2, 128, 16], NARROW).index(0)
-    pairs = seen_as(o_0, dtype, [16, 16, 16], NARROW)
-    numbers = seen_as(z_0, gl.float32, [4, 256], PLAIN).index(0)
-    own_products = seen_as(z_1, gl.float32, [8, 128], PLAIN).index(0)
+    all_pairs = hopper.seen_as(o_0, dtype, [2, 128, 16], NARROW).index(0)
+    pairs = hopper.seen_as(o_0, dtype, [16, 16, 16], NARROW)
+    numbers = hopper.seen_as(z_0, gl.float32, [4, 256], PLAIN).index(0)
+    own_products = hopper.seen_as(z_1, gl.float32, [8, 128], PLAIN).index(0)
     # One allocation for each block: parts of one would get a barrier of all warps before every copy.
     bars = ()
     for i in gl.static_range(11):
-        bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005 (no starred tuples in Triton)
-        mbarrier.init(bars[i], count=1)
+        bars = bars + (gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout()),)  # noqa: RUF005 (no starred tuples in Triton)
+        hopper.mbarrier.init(bars[i], count=1)
     g_bar, k_bar, q_bar = bars[:3]
     value_bars = bars[3:]
     value_blocks = (z_0, z_1, o_0, o_1, s_0, s_1, ds_0, ds_1)
-    fence_async_shared()
-    block_barrier()
-    mbarrier.expect(g_bar, C * 128 * (4 if WIDE_G else 2))
-    mbarrier.expect(k_bar, C * 128 * 2)
-    mbarrier.expect(q_bar, C * 128 * 2)
+    hopper.fence_async_shared()
+    hopper.block_barrier()
+    hopper.mbarrier.expect(g_bar, C * 128 * (4 if WIDE_G else 2))
+    hopper.mbarrier.expect(k_bar, C * 128 * 2)
+    hopper.mbarrier.expect(q_bar, C * 128 * 2)
     tiles.expect_values(value_bars, C)
-    copy_block(g, [row, i_h * s_gh + channel], g_bar, g_rows)
+    hopper.copy_block(g, [row, i_h * s_gh + channel], g_bar, g_rows)
     tiles.copy_values(
         z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V, 0
     )
     if not WIDE_G:
-        copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
-        copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
-    copy_block(dv, [row, i_h * V], value_bars[2], o_0.index(1))
-    copy_block(dv, [row, i_h * V + 64], value_bars[3], o_1.index(1))
+        hopper.copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
+        hopper.copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
+    hopper.copy_block(dv, [row, i_h * V], value_bars[2], o_0.index(1))
+    hopper.copy_block(dv, [row, i_h * V + 64], value_bars[3], o_1.index(1))
 
     a = gate_rate(A_log, i_h)
     c = gl.arange(0, 128, layout=tiles.BY_CHANNEL)
@@ -353,16 +344,16 @@ def gradients_hopper(
     for half in gl.static_range(V // 128):
         if half > 0:
             # All warps have read the first value channels. Others take their place.
-            block_barrier()
+            hopper.block_barrier()
             tiles.expect_values(value_bars, C)
             tiles.copy_values(
                 z, do, states, state_grads, of_state, row, i_h, s_oh, channel, value_blocks, value_bars, Z_ROWS, V,
                 128 * half,
             )  # fmt: skip
-            copy_block(dv, [row, i_h * V + 128 * half], value_bars[2], o_0.index(1))
-            copy_block(dv, [row, i_h * V + 128 * half + 64], value_bars[3], o_1.index(1))
+            hopper.copy_block(dv, [row, i_h * V + 128 * half], value_bars[2], o_0.index(1))
+            hopper.copy_block(dv, [row, i_h * V + 128 * half + 64], value_bars[3], o_1.index(1))
         if half == V // 128 - 1:
-            mbarrier.wait(g_bar, 0)
+            hopper.mbarrier.wait(g_bar, 0)
             s = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, tiles.RIGHT)), 1)
             t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, tiles.RIGHT)), 0)
             zero = gl.full([128, 16], 0.0, gl.float32, tiles.TILE)
@@ -375,45 +366,45 @@ def gradients_hopper(
             rise0 = exp2(x0)
             rise1 = exp2(x1)
             if WIDE_G:
-                block_barrier()
-                copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
-                copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
+                hopper.block_barrier()
+                hopper.copy_block(k, [row, i_kh * s_kh + channel], k_bar, k_rows)
+                hopper.copy_block(q, [row, i_kh * s_qh + channel], q_bar, q_rows)
             if not BOUNDED:
                 # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
                 low = half0 + tiles.LEAST_HALF * (gl.maximum(16 - count, 0) / 16)
                 low = (low, half1 + tiles.LEAST_HALF * (gl.minimum(C - count, 16) / 16))
                 near = (gl.min(tiles.least_halves(low, 2), axis=0) <= tiles.FAR_HALF) == 0
         for i in gl.static_range(8):
-            mbarrier.wait(value_bars[i], half)
+            hopper.mbarrier.wait(value_bars[i], half)
         if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if tail:
                 for i in gl.static_range(2):
                     tiles.clear_rows(o_0.index(i), count, BY_HALF_ROWS)
                     tiles.clear_rows(o_1.index(i), count, BY_HALF_ROWS)
-                fence_async_shared()
-                block_barrier()
+                hopper.fence_async_shared()
+                hopper.block_barrier()
         if half == 0:
             m = gl.full([64, 32], 0.0, gl.float32, tiles.PAIRS)
             rows = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
             dkc = gl.full([128, 32], 0.0, gl.float32, tiles.M32)
-            m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+            m, rows, dkc = hopper.wgmma_wait(0, deps=(m, rows, dkc))
         if half > 0:
             # They do not move. A compiler that knew would keep the first addresses of all operands in local memory.
             never = (HV < 0).to(gl.int32)
-            z_0 = seen_as(z_0, dtype, [1, 32, 64], HALVES).index(never)
-            z_1 = seen_as(z_1, dtype, [1, 32, 64], HALVES).index(never)
-            s_0 = seen_as(s_0, dtype, [1, 64, 128], ROWS).index(never)
-            s_1 = seen_as(s_1, dtype, [1, 64, 128], ROWS).index(never)
-            ds_0 = seen_as(ds_0, dtype, [1, 64, 128], ROWS).index(never)
-            ds_1 = seen_as(ds_1, dtype, [1, 64, 128], ROWS).index(never)
-            stacked_0 = seen_as(o_0, dtype, [1, 64, 64], HALVES).index(never)
-            stacked_1 = seen_as(o_1, dtype, [1, 64, 64], HALVES).index(never)
-        m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=half > 0, is_async=True)
-        m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
-        rows = warpgroup_mma(s_0.permute((1, 0)), stacked_0.permute((1, 0)), rows, use_acc=half > 0, is_async=True)
-        rows = warpgroup_mma(s_1.permute((1, 0)), stacked_1.permute((1, 0)), rows, is_async=True)
-        dkc = warpgroup_mma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=half > 0, is_async=True)
-        dkc = warpgroup_mma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
+            z_0 = hopper.seen_as(z_0, dtype, [1, 32, 64], HALVES).index(never)
+            z_1 = hopper.seen_as(z_1, dtype, [1, 32, 64], HALVES).index(never)
+            s_0 = hopper.seen_as(s_0, dtype, [1, 64, 128], ROWS).index(never)
+            s_1 = hopper.seen_as(s_1, dtype, [1, 64, 128], ROWS).index(never)
+            ds_0 = hopper.seen_as(ds_0, dtype, [1, 64, 128], ROWS).index(never)
+            ds_1 = hopper.seen_as(ds_1, dtype, [1, 64, 128], ROWS).index(never)
+            stacked_0 = hopper.seen_as(o_0, dtype, [1, 64, 64], HALVES).index(never)
+            stacked_1 = hopper.seen_as(o_1, dtype, [1, 64, 64], HALVES).index(never)
+        m = hopper.wgmma(stacked_0, z_0.permute((1, 0)), m, use_acc=half > 0, is_async=True)
+        m = hopper.wgmma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+        rows = hopper.wgmma(s_0.permute((1, 0)), stacked_0.permute((1, 0)), rows, use_acc=half > 0, is_async=True)
+        rows = hopper.wgmma(s_1.permute((1, 0)), stacked_1.permute((1, 0)), rows, is_async=True)
+        dkc = hopper.wgmma(ds_0.permute((1, 0)), z_0.permute((1, 0)), dkc, use_acc=half > 0, is_async=True)
+        dkc = hopper.wgmma(ds_1.permute((1, 0)), z_1.permute((1, 0)), dkc, is_async=True)
         # Meanwhile the sums over v of S ⊙ dS: diagonals of products of blocks of 16 channels.
         squares = gl.full([8, 16, 16], 0.0, gl.float32, tiles.OWN)
         squares = tiles.products_of_channels(s_0, ds_0, squares)
@@ -424,15 +415,15 @@ def gradients_hopper(
             sums += gl.convert_layout(tiles.diagonals(squares), tiles.BY_CHANNEL) * (decay * o_scale)
         if LAST and initial_state is not None:
             sums = gl.where(length <= C, own_sums, sums)
-        m, rows, dkc = warpgroup_mma_wait(0, deps=(m, rows, dkc))
+        m, rows, dkc = hopper.wgmma_wait(0, deps=(m, rows, dkc))
     s_0._keep_alive()
     s_1._keep_alive()
     ds_0._keep_alive()
     ds_1._keep_alive()
-    block_barrier()
+    hopper.block_barrier()
     if WIDE_G and GATE != "none":
-        mbarrier.expect(g_bar, C * 128 * 4)
-        copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
+        hopper.mbarrier.expect(g_bar, C * 128 * 4)
+        hopper.copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
     if initial_state is not None and not LAST:  # noqa: SIM102
         if length <= C:
             # A sequence of one chunk reads the caller's states, not their 16-bit copies.
@@ -447,13 +438,13 @@ def gradients_hopper(
     # Blocks of 16 rows [tile of z, do or dv, their tile].
     all_pairs.store(m.reshape([64, 2, 16]).permute((1, 0, 2)).reshape([128, 16]))
     numbers.store(number)
-    mbarrier.wait(k_bar, 0)
-    mbarrier.wait(q_bar, 0)
+    hopper.mbarrier.wait(k_bar, 0)
+    hopper.mbarrier.wait(q_bar, 0)
     if TAILS:  # noqa: SIM102
         if tail:
             tiles.clear_rows(q_rows, count, BY_ROWS)
             tiles.clear_rows(k_rows, count, BY_ROWS)
-    block_barrier()
+    hopper.block_barrier()
 
     dq_part, dk_part = tiles.halves_of(rows, 64, tiles.M32)
     blocks = (q_rows, k_rows, numbers, own_products, dg_far, g_again, g_bar)
@@ -468,11 +459,11 @@ def gradients_hopper(
         _store_gradients(nearby, sums, blocks, sums_out, outputs, call, False, K, GATE, TAILS, WIDE_G, LAST)
     else:
         if WIDE_G and GATE != "none":
-            mbarrier.wait(g_bar, 1)
+            hopper.mbarrier.wait(g_bar, 1)
         if WIDE_G and GATE == "none":
-            mbarrier.expect(g_bar, C * 128 * 4)
-            copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
-            mbarrier.wait(g_bar, 1)
+            hopper.mbarrier.expect(g_bar, C * 128 * 4)
+            hopper.copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
+            hopper.mbarrier.wait(g_bar, 1)
         levelled = far_gradients(
             dq_part, dk_part, dkc, sums, bias, a, lower_bound, rows_there, o_scale, g_again, q_rows, k_rows, numbers,
             pairs, dq_far, dk_far, dg_far, GATE,
@@ -494,4 +485,4 @@ def gradients_hopper(
     if WIDE_G:
         ds_1._keep_alive()
     for i in gl.static_range(11):
-        mbarrier.invalidate(bars[i])
+        hopper.mbarrier.invalidate(bars[i])

@@ -36,58 +36,14 @@ are not grouped (``choose.backward.gradients_persistent``).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core.triton_lib.gate import rate_of, sigmoid
-from kda_core_nvidia.gradients_persistent_loads import (
-    block_of,
-    first_channel,
-    gate_gradients_of_pair,
-    load_and_store,
-    load_numbers,
-    parts_of,
-    place_of,
-    receive,
-    send,
-    wide,
-)
+from kda_core_nvidia import gradients_persistent_loads as loads
+from kda_core_nvidia import gradients_persistent_tiles as tiles
 from kda_core_nvidia.gradients_persistent_pairs import far_gradients_of_pair, near_gradients_of_pair
-from kda_core_nvidia.gradients_persistent_tiles import (
-    BY_WARP,
-    EARLY,
-    LANES,
-    LOADER_REGISTERS,
-    M64,
-    M128,
-    RIGHT,
-    TILE,
-    TILES,
-    WARPS,
-    in_order,
-    log2_decays_of,
-    merged_sums,
-    of_raw,
-    products_of_channels,
-    store_sums,
-    store_tiles,
-    write_down_far,
-)
-from kda_core_nvidia.gradients_tiles import (
-    LEAST_HALF,
-    clear_rows,
-    last_row,
-    least_halves,
-    selected_sums,
-    store_rows,
-)
-from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.gradients_tiles import LEAST_HALF, clear_rows, last_row, least_halves, selected_sums, store_rows
+from kda_core_nvidia.hopper import block_barrier, fence_async_shared, mbarrier, seen_as, wgmma, wgmma_wait
 from kda_core_nvidia.hopper_tiles import exp2
-from kda_core_nvidia.recurrence_hopper import block_barrier
 from kda_core_nvidia.recurrence_stores_hopper import unknown
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
@@ -97,36 +53,36 @@ _NUMBERS = ["scale", "o_scale", "lower_bound", "first_block", "HV", "blocks"]
 def _products_of_values(m, rows, columns, operands, ADD: gl.constexpr):
     """Begin the products over 128 value channels; ADD: to the sums over those before."""
     stacked_0, stacked_1, z_0, z_1, s, ds = operands
-    m = warpgroup_mma(stacked_0, z_0.permute((1, 0)), m, use_acc=ADD, is_async=True)
-    m = warpgroup_mma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
+    m = wgmma(stacked_0, z_0.permute((1, 0)), m, use_acc=ADD, is_async=True)
+    m = wgmma(stacked_1, z_1.permute((1, 0)), m, is_async=True)
     s_0 = s.slice(0, 64).permute((1, 0))
     s_1 = s.slice(64, 64).permute((1, 0))
-    rows = warpgroup_mma(s_0, stacked_0.permute((1, 0)), rows, use_acc=ADD, is_async=True)
-    rows = warpgroup_mma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
+    rows = wgmma(s_0, stacked_0.permute((1, 0)), rows, use_acc=ADD, is_async=True)
+    rows = wgmma(s_1, stacked_1.permute((1, 0)), rows, is_async=True)
     ds_0 = ds.slice(0, 64).permute((1, 0))
     ds_1 = ds.slice(64, 64).permute((1, 0))
-    columns = warpgroup_mma(ds_0, z_0.permute((1, 0)), columns, use_acc=ADD, is_async=True)
-    columns = warpgroup_mma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
+    columns = wgmma(ds_0, z_0.permute((1, 0)), columns, use_acc=ADD, is_async=True)
+    columns = wgmma(ds_1, z_1.permute((1, 0)), columns, is_async=True)
     return m, rows, columns
 
 
 @gluon.jit
 def _decays_of_tiles(g_rows, bias, rate, lower_bound, count, GATE: gl.constexpr, BOUNDED: gl.constexpr):
     ys = ()
-    for t in gl.static_range(TILES):
-        ys = ys + (log2_decays_of(g_rows, bias, rate, lower_bound, count, t, GATE, BOUNDED),)
+    for t in gl.static_range(tiles.TILES):
+        ys = ys + (tiles.log2_decays_of(g_rows, bias, rate, lower_bound, count, t, GATE, BOUNDED),)
     return ys
 
 
 @gluon.jit
 def _factors_of_tiles(ys):
     """2^x of each tile, and half of its log2 decay."""
-    e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT)), 1)
-    e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT)), 0)
-    zero = gl.full([128, 16], 0.0, gl.float32, TILE)
+    e_r = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, tiles.RIGHT)), 1)
+    e_c = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, tiles.RIGHT)), 0)
+    zero = gl.full([128, 16], 0.0, gl.float32, tiles.TILE)
     halves = ()
     rise = ()
-    for t in gl.static_range(TILES):
+    for t in gl.static_range(tiles.TILES):
         x = selected_sums(ys[t], e_r <= e_c, (0.5, -0.5), zero)
         halves = halves + (last_row(x),)
         rise = rise + (exp2(x),)
@@ -164,8 +120,8 @@ def _gradients(
     )
     TAILS: gl.constexpr = dq_rows is not None
     # A warp has whole rows.
-    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [tiles.WARPS, 1], [1, 0])
+    BY_HALF_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [tiles.WARPS, 1], [1, 0])
     BLOCKS: gl.constexpr = K // 128
     # Gradients of gates before the barriers for sums over warps, which then are close together: warps wait for the last
     # one once. With softplus too few registers are left for it.
@@ -174,17 +130,17 @@ def _gradients(
     # there, that gains nothing; where decays are strong it was not measured.
     EVICTION: gl.constexpr = "" if FAR or (BOUNDED and GATE != "none") else "evict_first"
     # A thread has the numbers of all warps.
-    EACH: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
+    EACH: gl.constexpr = gl.BlockedLayout([tiles.WARPS], [32], [tiles.WARPS], [0])
     first = gl.program_id(0)
     step = gl.num_programs(0)
     # A program without pairs loads, too.
-    block = gl.where(first < blocks, block_of(far_pairs, first_block, first, blocks, K, FAR), 0)
-    pair, i_h, _ = parts_of(block, HV, K)
-    a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
-        beta, A_log, dt_bias, D, norms, table, pair, i_h, first_channel(block, K), HV, s_bt, s_bh, K, C, EVICTION
+    block = gl.where(first < blocks, loads.block_of(far_pairs, first_block, first, blocks, K, FAR), 0)
+    pair, i_h, _ = loads.parts_of(block, HV, K)
+    a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
+        beta, A_log, dt_bias, D, norms, table, pair, i_h, loads.first_channel(block, K), HV, s_bt, s_bh, K, C, EVICTION
     )
     for n in range((blocks - first + step - 1) // step):
-        row, _, _, count = place_of(table, pair, C)
+        row, _, _, count = loads.place_of(table, pair, C)
         there = count if TAILS else None
         place = n & 1
         phase = n * (V // 128) & 1
@@ -199,8 +155,8 @@ def _gradients(
         bias = gl.expand_dims(raw_bias.to(gl.float32), 1)
         b_beta = raw_beta.to(gl.float32)
         # A number a thread, a kind of number two warps.
-        kind = gl.arange(0, 256, layout=LANES) // 64
-        nq = gl.full([256], 1.0, gl.float32, LANES)
+        kind = gl.arange(0, 256, layout=tiles.LANES) // 64
+        nq = gl.full([256], 1.0, gl.float32, tiles.LANES)
         nk = nq
         if norms is not None:
             nq = raw_nq
@@ -221,7 +177,7 @@ def _gradients(
         )
         all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(here)
         # Later, in the place of the pairs.
-        sums_by_warp = seen_as(pairs, gl.float32, [2, WARPS, 256], PLAIN).index(here)
+        sums_by_warp = seen_as(pairs, gl.float32, [2, tiles.WARPS, 256], PLAIN).index(here)
         if TAILS:  # noqa: SIM102
             if count < C:
                 behind = count - C // 2
@@ -235,20 +191,20 @@ def _gradients(
                     clear_rows(o_1.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
                 fence_async_shared()
                 block_barrier()
-        if table is not None and not (TAILS or EARLY) and BOUNDED:  # noqa: SIM102
+        if table is not None and not (TAILS or tiles.EARLY) and BOUNDED:  # noqa: SIM102
             # Never taken. Without a branch here later versions of triton spill 600 bytes.
             if count < C:
                 block_barrier()
-        m = gl.full([128, 64], 0.0, gl.float32, M64)
-        rows = gl.full([128, 128], 0.0, gl.float32, M128)
-        columns = gl.full([128, 64], 0.0, gl.float32, M64)
-        m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
+        m = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
+        rows = gl.full([128, 128], 0.0, gl.float32, tiles.M128)
+        columns = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
+        m, rows, columns = wgmma_wait(0, deps=(m, rows, columns))
         LATER: gl.constexpr = V > 128
         if LATER:
             # The first half of the value channels: all is read before the others take its place.
             m, rows, columns = _products_of_values(m, rows, columns, operands, False)
-            first_sums = products_of_channels(s, ds)
-            m, rows, columns = warpgroup_mma_wait(0, deps=(m, rows, columns))
+            first_sums = tiles.products_of_channels(s, ds)
+            m, rows, columns = wgmma_wait(0, deps=(m, rows, columns))
             block_barrier()
             mbarrier.arrive(values_free, count=1)
             # The gate runs while the others are on their way.
@@ -259,7 +215,7 @@ def _gradients(
         # Meanwhile the decays, and the sums over v of S ⊙ dS.
         if not LATER:
             ys = _decays_of_tiles(g_rows, bias, rate, lower_bound, there, GATE, BOUNDED)
-        slope = gl.full([256], 1.0, gl.float32, LANES)
+        slope = gl.full([256], 1.0, gl.float32, tiles.LANES)
         if BETA_SIGMOID:
             slope = sigmoid(-b_beta)
             b_beta = BETA_SCALE * sigmoid(b_beta)
@@ -267,10 +223,10 @@ def _gradients(
         number = gl.where(kind == 0, nk * b_beta, gl.where(kind == 1, nq * scale, nk))
         # A sum over a row's channels is multiplied by it.
         factor = gl.where(kind == 0, nq * nq, gl.where(kind == 1, nk * nk, slope * nk))
-        m = warpgroup_mma_wait(4, deps=(m,))
+        m = wgmma_wait(4, deps=(m,))
         # The pairs: [128, 64] as [tile of z, do or dv, their tile], blocks of 16 rows.
-        pr = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, M64)), 1)
-        pc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, M64)), 0)
+        pr = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, tiles.M64)), 1)
+        pc = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, tiles.M64)), 0)
         own = gl.sum(gl.where(pc == pr % 64, m, 0.0), axis=1)
         m = gl.where(pc < pr % 64, m, 0.0).to(dtype)
         own_products.store(own)
@@ -278,7 +234,7 @@ def _gradients(
         numbers.store(number)
         if not LATER:
             rise, halves = _factors_of_tiles(ys)
-        sums = products_of_channels(s, ds)
+        sums = tiles.products_of_channels(s, ds)
         if LATER:
             sums += first_sums
         sums = sums * (decay * second_decay * o_scale)
@@ -287,20 +243,20 @@ def _gradients(
             if TAILS:
                 # Allow less decay over fewer rows; otherwise terms that cancel exceed the result.
                 low = halves[:2]
-                for t in gl.static_range(2, TILES):
+                for t in gl.static_range(2, tiles.TILES):
                     missing = gl.minimum(gl.maximum(16 * t + 16 - count, 0), 16) / 16
                     low = low + (halves[t] + LEAST_HALF * missing,)
             if TAILS:
-                least = gl.min(least_halves(low, TILES), axis=0)
-                write_down_far(least, gl.arange(0, 256, layout=LANES) == 0, far_pairs, far_count, block)
+                least = gl.min(least_halves(low, tiles.TILES), axis=0)
+                tiles.write_down_far(least, gl.arange(0, 256, layout=tiles.LANES) == 0, far_pairs, far_count, block)
             else:
-                least_of_warps.store(least_halves(low, TILES))
-        rows, columns = warpgroup_mma_wait(0, deps=(rows, columns))
+                least_of_warps.store(least_halves(low, tiles.TILES))
+        rows, columns = wgmma_wait(0, deps=(rows, columns))
         block_barrier()
         if not (BOUNDED or FAR or TAILS or BLOCKS > 1):
             # Behind a barrier that is there anyway; with tails there are no registers for it.
             least = gl.min(least_of_warps.load(EACH), axis=0)
-            write_down_far(least, gl.arange(0, 256, layout=LANES) == 0, far_pairs, far_count, block)
+            tiles.write_down_far(least, gl.arange(0, 256, layout=tiles.LANES) == 0, far_pairs, far_count, block)
         if not FAR:
             mbarrier.arrive(values_free, count=1)
 
@@ -318,53 +274,53 @@ def _gradients(
                 HV >> 31 if BOUNDED or BLOCKS > 1 else None,
             )  # fmt: skip
         if GATE_FIRST:
-            dg = gate_gradients_of_pair(
+            dg = loads.gate_gradients_of_pair(
                 dg, g_rows, bias, rate, lower_bound, A_log, table, dA_partial, dbias_partial, block, pair, i_h, HV,
                 there, K, C, GATE, FAR,
             )  # fmt: skip
-        sum_q = merged_sums(sums_q[0], sums_q[1], 2)
-        sum_k = merged_sums(sums_k[0], sums_k[1], 2)
-        sum_b = merged_sums(sums_b[0], sums_b[1], 2)
+        sum_q = tiles.merged_sums(sums_q[0], sums_q[1], 2)
+        sum_k = tiles.merged_sums(sums_k[0], sums_k[1], 2)
+        sum_b = tiles.merged_sums(sums_b[0], sums_b[1], 2)
         block_barrier()
-        store_sums(sums_by_warp, sum_q, sum_k, sum_b)
+        tiles.store_sums(sums_by_warp, sum_q, sum_k, sum_b)
         # The next pair's numbers, which arrive behind what is left of this one; the last one loads its own again.
         i = first + (n + 1) * step
-        following = gl.where(i < blocks, block_of(far_pairs, first_block, i, blocks, K, FAR), block)
-        next_pair, next_h, next_channel = parts_of(following, HV, K)
-        if EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
+        following = gl.where(i < blocks, loads.block_of(far_pairs, first_block, i, blocks, K, FAR), block)
+        next_pair, next_h, next_channel = loads.parts_of(following, HV, K)
+        if tiles.EARLY:
+            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
                 beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
             )
         if BLOCKS > 1:
             # The other program needs them behind its gate.
             block_barrier()
-            total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
+            total = gl.sum(sums_by_warp.load(tiles.BY_WARP), axis=0) * factor
             if not (BOUNDED or FAR):
                 total = gl.where(kind == 3, gl.min(least_of_warps.load(EACH), axis=0), total)
-            p_words = exchange + gl.arange(0, 256, layout=LANES) + (n & 1) * 256
-            tag = gl.full([256], n + (1 << 30 if FAR else 1), gl.int32, LANES)
-            send(p_words + first * 512, total, tag)
+            p_words = exchange + gl.arange(0, 256, layout=tiles.LANES) + (n & 1) * 256
+            tag = gl.full([256], n + (1 << 30 if FAR else 1), gl.int32, tiles.LANES)
+            loads.send(p_words + first * 512, total, tag)
         if GATE != "none" and not GATE_FIRST:
-            if TAILS and EARLY:
+            if TAILS and tiles.EARLY:
                 # Once more: registers are few.
-                _, _, _, there = place_of(table, pair, C)
-            dg = gate_gradients_of_pair(
+                _, _, _, there = loads.place_of(table, pair, C)
+            dg = loads.gate_gradients_of_pair(
                 dg, g_rows, bias, rate, lower_bound, A_log, table, dA_partial, dbias_partial, block, pair, i_h, HV,
                 there, K, C, GATE, FAR,
             )  # fmt: skip
         block_barrier()
         if BLOCKS > 1:
-            other = receive(p_words + (first ^ 1) * 512, tag)
+            other = loads.receive(p_words + (first ^ 1) * 512, tag)
             if not (BOUNDED or FAR):
-                once = gl.arange(0, 256, layout=LANES) == 192 + block % BLOCKS * 256
-                write_down_far(gl.minimum(total, other), once, far_pairs, far_count, block // BLOCKS)
+                once = gl.arange(0, 256, layout=tiles.LANES) == 192 + block % BLOCKS * 256
+                tiles.write_down_far(gl.minimum(total, other), once, far_pairs, far_count, block // BLOCKS)
             total += other
         else:
-            total = gl.sum(sums_by_warp.load(BY_WARP), axis=0) * factor
-        r_lane = (gl.arange(0, 256, layout=LANES) + unknown(gl.to_tensor(0))) % 64
+            total = gl.sum(sums_by_warp.load(tiles.BY_WARP), axis=0) * factor
+        r_lane = (gl.arange(0, 256, layout=tiles.LANES) + unknown(gl.to_tensor(0))) % 64
         if table is not None:
-            row, _, _, count = place_of(table, pair, C)
-        p_dbeta = dbeta + wide(row + r_lane, HV) + i_h
+            row, _, _, count = loads.place_of(table, pair, C)
+        p_dbeta = dbeta + loads.wide(row + r_lane, HV) + i_h
         own_row = kind == 2
         if BLOCKS > 1:
             own_row = own_row & (block % BLOCKS == 0)
@@ -376,26 +332,26 @@ def _gradients(
             block_barrier()
             dq = ()
             dk = ()
-            for t in gl.static_range(TILES):
-                dq = dq + (of_raw(new_q[t], q_rows, numbers, 0, t),)
-                dk = dk + (of_raw(new_k[t], k_rows, numbers, 1, t),)
-            in_order()
+            for t in gl.static_range(tiles.TILES):
+                dq = dq + (tiles.of_raw(new_q[t], q_rows, numbers, 0, t),)
+                dk = dk + (tiles.of_raw(new_k[t], k_rows, numbers, 1, t),)
+            tiles.in_order()
         else:
             dq = new_q
             dk = new_k
-        if not EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = load_numbers(
+        if not tiles.EARLY:
+            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
                 beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
             )
         block_barrier()
-        store_tiles(q_rows, dq)
-        store_tiles(k_rows, dk)
-        store_tiles(g_rows, dg)
+        tiles.store_tiles(q_rows, dq)
+        tiles.store_tiles(k_rows, dk)
+        tiles.store_tiles(g_rows, dg)
         fence_async_shared()
         block_barrier()
         if TAILS:  # noqa: SIM102
             if count < C:
-                out = (row.to(gl.int64) * HV + i_h) * K + first_channel(block, K)
+                out = (row.to(gl.int64) * HV + i_h) * K + loads.first_channel(block, K)
                 store_rows(dq_rows + out, HV * K, q_rows, count, BY_ROWS, 64)
                 store_rows(dk_rows + out, HV * K, k_rows, count, BY_ROWS, 64)
                 store_rows(dg_rows + out, HV * K, g_rows, count, BY_ROWS, 64)
@@ -456,7 +412,7 @@ def gradients_hopper_persistent(
     pairs = gl.allocate_shared_memory(dtype, [32, 16, 16], NARROW)
     numbers = gl.allocate_shared_memory(gl.float32, [256], PLAIN)
     own_products = gl.allocate_shared_memory(gl.float32, [128], PLAIN)
-    least_of_warps = gl.allocate_shared_memory(gl.float32, [WARPS], PLAIN)
+    least_of_warps = gl.allocate_shared_memory(gl.float32, [tiles.WARPS], PLAIN)
     values_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     values_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     rows_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -481,7 +437,7 @@ def gradients_hopper_persistent(
                 ),
             ),
             (
-                load_and_store,
+                loads.load_and_store,
                 (
                     q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks,
                     s_qh, s_kh, s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
@@ -490,5 +446,5 @@ def gradients_hopper_persistent(
             ),
         ],
         [1],
-        [LOADER_REGISTERS],
+        [tiles.LOADER_REGISTERS],
     )  # fmt: skip

@@ -4,12 +4,10 @@ programs tell each other.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from kda_core_nvidia.gradients_persistent_tiles import BY_CHANNEL, LANES, WARPS, gradients_of_gate
-from kda_core_nvidia.prepare_slots_hopper import store_block
-from kda_core_nvidia.recurrence_hopper import copy_block
+from kda_core_nvidia.hopper import copy_block, mbarrier, store_block, tma
 from kda_core_nvidia.recurrence_stores_hopper import unknown
 
 

@@ -6,11 +6,11 @@ of ``gradients_decays``, four tiles of any decay.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core_nvidia import gradients_persistent_tiles as tiles
 from kda_core_nvidia.gradients_decays import add_level, add_sums, columns_by_rows, rows_by_columns
 from kda_core_nvidia.gradients_tiles import add_product, inside, left_parts, selected_sums
+from kda_core_nvidia.hopper import mma_v2
 from kda_core_nvidia.hopper_tiles import exp2, reciprocal, reciprocal_anew
 
 

@@ -8,11 +8,9 @@ Blocks are transposed, [channels, rows]. Tuples hold a block or a number for eac
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core_nvidia import gradients_tiles as tiles
-from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.recurrence_hopper import block_barrier
+from kda_core_nvidia.hopper import block_barrier, mma_v2, seen_as
 from kda_core_nvidia.triton_private import VERSION
 
 _WARPS = 8
@@ -25,11 +23,7 @@ LOADER_REGISTERS = gl.constexpr(24)
 TILES = gl.constexpr(4)
 """Tiles of 16 rows in a pair of slots."""
 
-_TILE = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1], [16, 8])
-_M32 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 32, 16])
-_M64 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 64, 16])
-_M128 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 128, 16])
-_OWN = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1, 1], [1, 16, 8])
+_TILE, _M32, _M64, _M128, _OWN = tiles.product_layouts(_WARPS)
 
 TILE, M32, M64, M128 = gl.constexpr(_TILE), gl.constexpr(_M32), gl.constexpr(_M64), gl.constexpr(_M128)
 """Results of 128 channels (or stacked rows) by 16 rows, of a warp; of 32, 64 or 128 rows, asynchronous."""
@@ -48,17 +42,7 @@ BY_WARP = gl.constexpr(_BY_WARP)
 LANES = gl.constexpr(gl.SliceLayout(0, _BY_WARP))
 """256 numbers, four kinds for each of 64 rows: one a thread, a kind two warps."""
 
-BLOCKS = gl.constexpr(
-    gl.SharedLinearLayout(
-        [
-            [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0],
-            [0, 8, 1], [1, 0, 2], [2, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 0, 64], [4, 0, 0],
-        ],
-        [],
-        1024,
-    )
-)  # fmt: skip
-"""128 rows of 128 channels as bulk copies write them, seen as [8 blocks, 16 channels, 128 rows]."""
+BLOCKS = gl.constexpr(tiles.blocks_layout(128))
 
 
 WARP_ORDERS = gl.constexpr(VERSION == "3.6")

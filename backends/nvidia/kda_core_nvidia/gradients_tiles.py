@@ -4,24 +4,36 @@ Blocks in registers are transposed, [channels, rows]. Each warp multiplies tiles
 left operands stay in registers.
 """
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LN_2, LOG2_E
-from kda_core_nvidia.hopper_squares import seen_as
+from kda_core_nvidia.hopper import copy_block, mbarrier, mma_v2, seen_as
 from kda_core_nvidia.hopper_tiles import FLOOR, PROPAGATE, exp2, log2, reciprocal
-from kda_core_nvidia.recurrence_hopper import copy_block
 
 _WARPS = 4
 WARPS = gl.constexpr(_WARPS)
 """Warps of a program."""
 
-_TILE = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1], [16, 8])
-_M32 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 32, 16])
-_M64 = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 64, 16])
-_OWN = gl.NVMMADistributedLayout([2, 0], [_WARPS, 1, 1], [1, 16, 8])
+
+def product_layouts(warps: int) -> tuple[Any, ...]:
+    """Layouts of products of so many warps: TILE, M32, M64, M128 and OWN."""
+    wide = (gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16]) for rows in (32, 64, 128))
+    own = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8]), *wide, own
+
+
+def blocks_layout(rows: int) -> Any:
+    """``rows`` of 128 channels as bulk copies write them, seen as [8 blocks, 16 channels, rows]."""
+    swizzled = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0], [0, 8, 1], [1, 0, 2], [2, 0, 4]]
+    others = [[0, 0, 1 << i] for i in range(3, rows.bit_length() - 1)]
+    return gl.SharedLinearLayout([*swizzled, *others, [4, 0, 0]], [], 1024)
+
+
+_TILE, _M32, _M64, _, _OWN = product_layouts(_WARPS)
 
 TILE, M32, M64 = gl.constexpr(_TILE), gl.constexpr(_M32), gl.constexpr(_M64)
 """Products of 128 channels by the 16 rows of a tile (mma.sync); by 32 or 64 rows (wgmma)."""
@@ -36,17 +48,7 @@ LEFT, RIGHT = gl.constexpr(gl.DotOperandLayout(0, _TILE, 2)), gl.constexpr(gl.Do
 OWN_LEFT, OWN_RIGHT = gl.constexpr(gl.DotOperandLayout(0, _OWN, 2)), gl.constexpr(gl.DotOperandLayout(1, _OWN, 2))
 BY_CHANNEL, BY_ROW = gl.constexpr(gl.SliceLayout(1, _TILE)), gl.constexpr(gl.SliceLayout(0, _TILE))
 
-BLOCKS = gl.constexpr(
-    gl.SharedLinearLayout(
-        [
-            [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0],
-            [0, 8, 1], [1, 0, 2], [2, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32], [4, 0, 0],
-        ],
-        [],
-        1024,
-    )
-)  # fmt: skip
-"""64 rows of 128 channels as bulk copies write them, seen as [8 blocks, 16 channels, 64 rows]."""
+BLOCKS = gl.constexpr(blocks_layout(64))
 
 LEAST_HALF = gl.constexpr(8 * BOUNDED_LOG2_DECAY.value)
 """Least half of a tile's log2 decay for which one reference point serves the tile: 2^±58 are its factors."""

@@ -10,13 +10,8 @@ warps that would have different ones.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
-from kda_core_nvidia.recurrence_stores_hopper import copy_elements
-
-# Triton 3.9's name, and 3.6's.
-_memory = gl.shared_memory_descriptor
-seen_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+from kda_core_nvidia.hopper import async_copy, copy_elements, mma_v2, seen_as
 
 _V2 = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
 
@@ -131,13 +126,8 @@ def take_own(buffer, TRANSPOSED: gl.constexpr, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def give_rows(x, buffer):
-    buffer.store(x)
-
-
-@gluon.jit
 def take_rows(buffer, WHOLE: gl.constexpr):
-    """The sum of what a slot's two warps ``_put_row``, [4, 16], in both of them."""
+    """The sum of what a slot's two warps put into a buffer, [4, 16], in both of them."""
     if WHOLE:
         quarters = seen_as(buffer, gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         return gl.expand_dims(_sum_of_quarters(quarters, gl.SliceLayout(0, BY_ROW)), 0).broadcast_to([4, 16])

@@ -4,27 +4,12 @@ zeros for rows of the output that no recurrence visits, and whose a pair of chun
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY
 from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay
 from kda_core.triton_lib.packing import sequence_of_slot
-from kda_core_nvidia.hopper_squares import (
-    BY_COLUMN,
-    BY_ROW,
-    LEFT,
-    MMA,
-    RIGHT,
-    by_column,
-    by_row,
-    diagonal,
-    give_rows,
-    kept_rows,
-    pairs_of,
-    take_rows,
-    turned,
-)
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+from kda_core_nvidia import hopper_squares as square
+from kda_core_nvidia.hopper import block_barrier, copy_block, mma_v2
 
 FLOOR = gl.constexpr(-160.0)
 """Least log2 decay of a row: 2 to it is 0 in float32, and differences of sums of 16 keep 12 bits behind the point."""
@@ -75,7 +60,7 @@ def fill_behind(buffer, count0, count1, value: gl.constexpr):
     LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0])
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOAD)))
     r = gl.arange(0, buffer.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
-    inside = by_row(gl.expand_dims(r, 0) < gl.expand_dims(gl.where(w % 2 == 1, count1, count0), 1))
+    inside = square.by_row(gl.expand_dims(r, 0) < gl.expand_dims(gl.where(w % 2 == 1, count1, count0), 1))
     x = buffer.load(LOAD)
     buffer.store(gl.where(inside, x, gl.full(buffer.shape, value, buffer.dtype, LOAD)))
 
@@ -163,28 +148,28 @@ def sums_of_rows(y, unit):
 @gluon.jit
 def put_products(q_block, k_block, own_sum, q_sum, k_sum, zero, L2NORM: gl.constexpr):
     """Products of each row of q with the same row of k, and squares of rows (L2NORM), summed over a warp's channels."""
-    b_q = q_block.load(LEFT)
-    b_k = k_block.load(LEFT)
-    right = k_block.permute((0, 2, 1)).load(RIGHT)
-    give_rows(diagonal(mma_v2(b_q, right, zero)), own_sum)
+    b_q = q_block.load(square.LEFT)
+    b_k = k_block.load(square.LEFT)
+    right = k_block.permute((0, 2, 1)).load(square.RIGHT)
+    own_sum.store(square.diagonal(mma_v2(b_q, right, zero)))
     if L2NORM:
-        give_rows(diagonal(mma_v2(b_k, right, zero)), k_sum)
-        give_rows(diagonal(mma_v2(b_q, q_block.permute((0, 2, 1)).load(RIGHT), zero)), q_sum)
+        k_sum.store(square.diagonal(mma_v2(b_k, right, zero)))
+        q_sum.store(square.diagonal(mma_v2(b_q, q_block.permute((0, 2, 1)).load(square.RIGHT), zero)))
 
 
 @gluon.jit
-def norm_of_rows(square, kept, tile, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
+def norm_of_rows(sums, kept, tile, L2NORM: gl.constexpr, WHOLE: gl.constexpr):
     """Reciprocal norms of a tile's rows: those ``kept``, or from squares; ones without L2NORM.
 
     Args:
         tile: of q, and two more of k.
     """
     if kept is not None:
-        norm = kept_rows(kept, tile)
+        norm = square.kept_rows(kept, tile)
     elif L2NORM:
-        norm = _rsqrt(take_rows(square, WHOLE) + NORM_EPS)
+        norm = _rsqrt(square.take_rows(sums, WHOLE) + NORM_EPS)
     else:
-        norm = gl.full([4, 16], 1.0, gl.float32, BY_ROW)
+        norm = gl.full([4, 16], 1.0, gl.float32, square.BY_ROW)
     return norm
 
 
@@ -198,7 +183,7 @@ def _rsqrt(x):
 @gluon.jit
 def left_rows(x):
     """A number a row, for left operands."""
-    return by_row(gl.convert_layout(x, gl.SliceLayout(2, LEFT)))
+    return square.by_row(gl.convert_layout(x, gl.SliceLayout(2, square.LEFT)))
 
 
 @gluon.jit
@@ -227,8 +212,10 @@ def levels(x, q_tile, k_tile, buffer, unit, near, zero, GATE: gl.constexpr):
     """
     m, el = zero, zero
     down = unit if GATE == "softplus" else -unit
-    apart = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_ROW)), 0)
-    apart = by_row(apart) ^ by_column(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, BY_COLUMN)), 0))
+    apart = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, square.BY_ROW)), 0)
+    apart = square.by_row(apart) ^ square.by_column(
+        gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, square.BY_COLUMN)), 0)
+    )
     b = 1
     while b < 16:
         middle = gl.where(b == 1, _middles(x, 1), gl.where(b == 2, _middles(x, 2), _middles(x, 4)))
@@ -236,18 +223,18 @@ def levels(x, q_tile, k_tile, buffer, unit, near, zero, GATE: gl.constexpr):
         m_b = zero
         l_b = zero
         for part in gl.static_range(PARTS):
-            e = gl.exp2(buffer.slice(part * WIDTH, WIDTH, dim=2).load(LEFT) * down)
-            q_e = part_of(q_tile, part).load(LEFT).to(gl.float32) * e
-            k_e = part_of(k_tile, part).load(LEFT).to(gl.float32) * e
+            e = gl.exp2(buffer.slice(part * WIDTH, WIDTH, dim=2).load(square.LEFT) * down)
+            q_e = part_of(q_tile, part).load(square.LEFT).to(gl.float32) * e
+            k_e = part_of(k_tile, part).load(square.LEFT).to(gl.float32) * e
             m_b, l_b = add_pairs(q_e, k_e, k_e, m_b, l_b)
-        pairs = (apart >= b) & (apart < 2 * b) & pairs_of("lower")
+        pairs = (apart >= b) & (apart < 2 * b) & square.pairs_of("lower")
         m = gl.where(pairs, m_b, m)
         el = gl.where(pairs, l_b, el)
         b = b * 2
     buffer.store(x)
     # Here, or all programs would have another one behind the branch.
     block_barrier()
-    near = of_warps(near, MMA)
+    near = of_warps(near, square.MMA)
     return gl.where(near, 0.0, m), gl.where(near, 0.0, el)
 
 
@@ -269,13 +256,15 @@ def allows_factors(total, flags):
 def of_warps(near, LAYOUT: gl.constexpr):
     """A condition of each warp, [4, 1, 1]."""
     near = gl.convert_layout(near, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    return by_row(gl.expand_dims(near, 1))
+    return square.by_row(gl.expand_dims(near, 1))
 
 
 @gluon.jit
 def column_factors(total_buffer, tile, part: gl.constexpr):
     """2^40 times a tile's whole decay, for WIDTH channels of a left operand."""
-    return by_column(total_buffer.index(tile).slice(part * WIDTH, WIDTH, dim=1).load(gl.SliceLayout(1, LEFT)))
+    return square.by_column(
+        total_buffer.index(tile).slice(part * WIDTH, WIDTH, dim=1).load(gl.SliceLayout(1, square.LEFT))
+    )
 
 
 @gluon.jit
@@ -313,9 +302,9 @@ def scaled_rows(q_tile, k_tile, x_buffer, total_buffer, last_buffer, unit, near,
         last_buffer: of ``store_last_factors``, where no pairs are wanted and decays have no bound; or None.
         near, far: else as ``allows_factors`` gives them; None with decays that are bounded.
     """
-    b_q = part_of(q_tile, part).load(LEFT).to(gl.float32)
-    b_k = part_of(k_tile, part).load(LEFT).to(gl.float32)
-    x = x_buffer.slice(part * WIDTH, WIDTH, dim=2).load(LEFT) * unit + SHIFT
+    b_q = part_of(q_tile, part).load(square.LEFT).to(gl.float32)
+    b_k = part_of(k_tile, part).load(square.LEFT).to(gl.float32)
+    x = x_buffer.slice(part * WIDTH, WIDTH, dim=2).load(square.LEFT) * unit + SHIFT
     e = gl.exp2(x)
     if last_buffer is not None:
         # The other form's bits, without a branch.
@@ -327,8 +316,8 @@ def scaled_rows(q_tile, k_tile, x_buffer, total_buffer, last_buffer, unit, near,
         if near is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if far > 0:
                 # There k_f may be infinite or NaN. A tile's last row has the sum of all.
-                allowed = of_warps(near, LEFT)
-                k_g = gl.where(allowed, k_g, b_k * gl.exp2(by_column(gl.min(x, axis=1)) - x))
+                allowed = of_warps(near, square.LEFT)
+                k_g = gl.where(allowed, k_g, b_k * gl.exp2(square.by_column(gl.min(x, axis=1)) - x))
                 k_f = gl.where(allowed, k_f, 0.0)
     return b_q * e, b_k * e, k_f, k_g.to(q_tile.dtype)
 
@@ -342,7 +331,7 @@ def add_products(q_e, k_e, right, m, el):
 @gluon.jit
 def add_pairs(q_e, k_e, right, m, el):
     """m + q_e · rightᵀ and el + k_e · rightᵀ."""
-    return add_products(q_e, k_e, turned(right.to(gl.bfloat16)), m, el)
+    return add_products(q_e, k_e, square.turned(right.to(gl.bfloat16)), m, el)
 
 
 @gluon.jit

@@ -17,15 +17,9 @@ Segments may be of several sequences, one after another. The first of each start
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core.triton_lib.packing import starts_from_state
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 
 
 @gluon.jit
@@ -138,12 +132,12 @@ def join_hopper(
         fence_async_shared()
         block_barrier()
         mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
-        x = warpgroup_mma(buffer.index(2 * stage), first_part, b, is_async=True)
-        x = warpgroup_mma(buffer.index(2 * stage), second_part, x, is_async=True)
-        x = warpgroup_mma(buffer.index(2 * stage + 1), first_part, x, is_async=True)
+        x = wgmma(buffer.index(2 * stage), first_part, b, is_async=True)
+        x = wgmma(buffer.index(2 * stage), second_part, x, is_async=True)
+        x = wgmma(buffer.index(2 * stage + 1), first_part, x, is_async=True)
         after = gl.minimum(t + 1, end - 1)
         b = gl.load(additions + (first + after * step).to(gl.int64) * (K * V) + at_b)
-        x = warpgroup_mma_wait(0, deps=(x,))
+        x = wgmma_wait(0, deps=(x,))
         # Every warp has done with what was loaded, and with both parts of the state.
         block_barrier()
         _begin(matrices, t + STAGES, end, row_step, row, stage, ready, buffer, K)

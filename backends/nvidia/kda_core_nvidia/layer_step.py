@@ -12,14 +12,15 @@ Grid: (N · H), heads fastest.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
+from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, seen_as
 from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
-from kda_core_nvidia.recurrent_draft import along_v, contract, keep, kept, viewed
-from kda_core_nvidia.recurrent_step import SIZE, block_barrier, copy_tile, widen
+from kda_core_nvidia.recurrent import along_v
+from kda_core_nvidia.recurrent_draft import contract, keep, kept
+from kda_core_nvidia.recurrent_step import SIZE, widen
 from kda_core_nvidia.transitions_hopper import rounded
 
 
@@ -131,7 +132,7 @@ def layer_step(
         tile = gl.allocate_shared_memory(state.dtype.element_ty, [SIZE, SIZE], LAID)
         o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
         o_column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LINES))[None, :]
-        copy_tile(tile, p_state + (o_row * I_ROW + o_column))
+        copy_elements(tile, p_state + (o_row * I_ROW + o_column))
         async_copy.commit_group()
     o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
     o_column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, TILE))[None, :]
@@ -149,10 +150,10 @@ def layer_step(
         gl.store(p_row, window[j + 1], mask=o_part < 3)
         p_row += s_cr
     block_barrier()
-    rows = viewed(inputs, [4, HALVES, HALF], PLAIN)
+    rows = seen_as(inputs, gl.float32, [4, HALVES, HALF], PLAIN)
     b_q = rows.index(0).load(ROW)
     b_k = rows.index(1).load(ROW)
-    b_v = viewed(inputs, [4, SIZE], FLAT).index(2).load(VALUES)
+    b_v = seen_as(inputs, gl.float32, [4, SIZE], FLAT).index(2).load(VALUES)
     r_q = scale
     r_k = 1.0
     if L2NORM:
@@ -189,5 +190,5 @@ def layer_step(
     gl.store(p_state, S if WIDE else rounded(S))
     if gate is not None:
         block_barrier()
-        b_o = normed(viewed(outputs, [1, SIZE], PLAIN).load(NORM), b_gate, b_w, eps)
+        b_o = normed(seen_as(outputs, gl.float32, [1, SIZE], PLAIN).load(NORM), b_gate, b_w, eps)
         gl.store(p_o + o_v, b_o.to(o.dtype.element_ty))

@@ -11,17 +11,10 @@ two programs instead of three, and they wait less.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.hopper_squares import seen_as
-from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, copy_elements, unknown
+from kda_core_nvidia import hopper
+from kda_core_nvidia.recurrence_stores_hopper import unknown
 
 BLOCK = gl.constexpr(64)
 """Value channels at a time, and key channels of a block in shared memory."""
@@ -40,10 +33,10 @@ def ask_for_state(buffer, initial_state, i_state, head, block, s_n, s_h, s_k, s_
     at = initial_state + i_state * s_n + head.to(gl.int64) * s_h
     for half in gl.static_range(2):
         if V_FIRST:
-            copy_elements(buffer.index(half), at + (block * BLOCK + row) * s_v + (half * BLOCK + column))
+            hopper.copy_elements(buffer.index(half), at + (block * BLOCK + row) * s_v + (half * BLOCK + column))
         else:
-            copy_elements(buffer.index(half), at + (half * BLOCK + row) * s_k + (block * BLOCK + column))
-    async_copy.commit_group()
+            hopper.copy_elements(buffer.index(half), at + (half * BLOCK + row) * s_k + (block * BLOCK + column))
+    hopper.async_copy.commit_group()
 
 
 @gluon.jit
@@ -81,7 +74,7 @@ def finish_pair(
         AHEAD: states have a buffer, for which the first block has been asked where the sequence starts from it.
     """
     dtype: gl.constexpr = k_blocks.dtype
-    decays = seen_as(totals, gl.float32, [8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    decays = hopper.seen_as(totals, gl.float32, [8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BLOCKS: gl.constexpr = V // BLOCK
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -96,10 +89,10 @@ def finish_pair(
         else:
             s_iv = 1
             s_fv = 1
-    mbarrier.expect(bar, 2 * BLOCKS * C * BLOCK * 2)
+    hopper.mbarrier.expect(bar, 2 * BLOCKS * C * BLOCK * 2)
     for b in gl.static_range(BLOCKS):
-        copy_block(values, [row0, i_h * s_vh + b * BLOCK], bar, v_blocks.index(b))
-        copy_block(values, [row1, head1 * s_vh + b * BLOCK], bar, v_blocks.index(BLOCKS + b))
+        hopper.copy_block(values, [row0, i_h * s_vh + b * BLOCK], bar, v_blocks.index(b))
+        hopper.copy_block(values, [row1, head1 * s_vh + b * BLOCK], bar, v_blocks.index(BLOCKS + b))
     r = gl.arange(0, C, layout=gl.SliceLayout(1, SQUARE))[:, None]
     c = gl.arange(0, C, layout=gl.SliceLayout(0, SQUARE))[None, :]
     squares.index(0).store(gl.load(P + index0.to(gl.int64) * (C * C) + (r * C + c)))
@@ -107,7 +100,7 @@ def finish_pair(
     there = (r * C + c >= 0) & (count1 > 0)
     squares.index(1).store(gl.load(P + index1.to(gl.int64) * (C * C) + (r * C + c), mask=there, other=0.0))
     squares.index(2).store(gl.where(r == c, -1.0, 0.0).to(dtype))
-    mbarrier.wait(bar, 1)
+    hopper.mbarrier.wait(bar, 1)
     row = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, ROWS))[None, :]
     if (count0 < C) | (count1 < C):
@@ -116,8 +109,8 @@ def finish_pair(
             v_block = v_blocks.index(b)
             inside = (row < (count0 if b < BLOCKS else count1)) & (column >= 0)
             v_block.store(gl.where(inside, v_block.load(ROWS), gl.full([C, BLOCK], 0.0, dtype, ROWS)))
-    fence_async_shared()
-    block_barrier()
+    hopper.fence_async_shared()
+    hopper.block_barrier()
 
     i_final = i_state
     if final_indices is not None:
@@ -130,11 +123,11 @@ def finish_pair(
         S0 = gl.full([BLOCK, BLOCK], 0.0, gl.float32, HALF)
         S1 = gl.full([BLOCK, BLOCK], 0.0, gl.float32, HALF)
         if AHEAD:
-            async_copy.wait_group(0)
-            block_barrier()
+            hopper.async_copy.wait_group(0)
+            hopper.block_barrier()
             S0 = _taken(state_buffer.index(0), starts, HALF, V_FIRST)
             S1 = _taken(state_buffer.index(1), starts, HALF, V_FIRST)
-            block_barrier()
+            hopper.block_barrier()
             if starts & (i + 1 < heads * BLOCKS):
                 ask_for_state(
                     state_buffer, initial_state, i_state, i_h + (i + 1) // BLOCKS, (i + 1) % BLOCKS, s_in, s_ih, s_ik,
@@ -151,26 +144,26 @@ def finish_pair(
             r_s = gl.full([BLOCK, C], 0.0, gl.float32, SMALL)
             out = gl.full([BLOCK, C], 0.0, gl.float32, SMALL)
             # ke S − v, and qg S
-            r_s = warpgroup_mma(v_block.permute((1, 0)), squares.index(2), r_s, use_acc=False, is_async=True)
+            r_s = hopper.wgmma(v_block.permute((1, 0)), squares.index(2), r_s, use_acc=False, is_async=True)
             left = gl.convert_layout(S0.to(dtype), LEFT)
-            r_s = warpgroup_mma(left, k_blocks.index(i_slot).permute((1, 0)), r_s, is_async=True)
-            out = warpgroup_mma(left, q_blocks.index(i_slot).permute((1, 0)), out, use_acc=False, is_async=True)
-            r_s, out, left = warpgroup_mma_wait(0, deps=(r_s, out, left))
+            r_s = hopper.wgmma(left, k_blocks.index(i_slot).permute((1, 0)), r_s, is_async=True)
+            out = hopper.wgmma(left, q_blocks.index(i_slot).permute((1, 0)), out, use_acc=False, is_async=True)
+            r_s, out, left = hopper.wgmma_wait(0, deps=(r_s, out, left))
             left = gl.convert_layout(S1.to(dtype), LEFT)
-            r_s = warpgroup_mma(left, k_blocks.index(2 + i_slot).permute((1, 0)), r_s, is_async=True)
-            out = warpgroup_mma(left, q_blocks.index(2 + i_slot).permute((1, 0)), out, is_async=True)
+            r_s = hopper.wgmma(left, k_blocks.index(2 + i_slot).permute((1, 0)), r_s, is_async=True)
+            out = hopper.wgmma(left, q_blocks.index(2 + i_slot).permute((1, 0)), out, is_async=True)
             S0 = S0 * decays.index(i_slot).load(gl.SliceLayout(0, HALF))[None, :]
             S1 = S1 * decays.index(2 + i_slot).load(gl.SliceLayout(0, HALF))[None, :]
-            r_s, out, left = warpgroup_mma_wait(0, deps=(r_s, out, left))
+            r_s, out, left = hopper.wgmma_wait(0, deps=(r_s, out, left))
             residual = gl.convert_layout((-r_s).to(dtype), LEFT_SMALL)
-            out = warpgroup_mma(residual, squares.index(i_slot).permute((1, 0)), out, is_async=True)
-            S0 = warpgroup_mma(residual, w_blocks.index(i_slot), S0, is_async=True)
-            S1 = warpgroup_mma(residual, w_blocks.index(2 + i_slot), S1, is_async=True)
-            out, S0, S1, residual = warpgroup_mma_wait(0, deps=(out, S0, S1, residual))
+            out = hopper.wgmma(residual, squares.index(i_slot).permute((1, 0)), out, is_async=True)
+            S0 = hopper.wgmma(residual, w_blocks.index(i_slot), S0, is_async=True)
+            S1 = hopper.wgmma(residual, w_blocks.index(2 + i_slot), S1, is_async=True)
+            out, S0, S1, residual = hopper.wgmma_wait(0, deps=(out, S0, S1, residual))
             # Every warp has done with these values.
-            block_barrier()
+            hopper.block_barrier()
             v_block.permute((1, 0)).store((out * o_scale).to(dtype))
-            block_barrier()
+            hopper.block_barrier()
             p_o = o + (row + j * C).to(gl.int64) * s_ot + head * s_oh + (i % BLOCKS * BLOCK + column)
             inside = (row < gl.where(i_slot > 0, count1, count0)) & (column >= 0)
             gl.store(p_o, v_block.load(ROWS), mask=inside)

@@ -11,7 +11,7 @@ the programs prepare to the end wherever they run. So nothing is lost but time w
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kda_core_nvidia.recurrence_stores_hopper import block_barrier
+from kda_core_nvidia.hopper import block_barrier
 
 LINES = gl.constexpr(512)
 FLAGS = gl.constexpr(2 + LINES.value)

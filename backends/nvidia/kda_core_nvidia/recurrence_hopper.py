@@ -16,17 +16,12 @@ rows of v are 16-byte aligned; other calls take ``recurrence``.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.language.extra.cuda import gdc_wait
 
 from kda_core.triton_lib.packing import is_padding, starts_from_state
+from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 from kda_core_nvidia.progress_hopper import prepared
-from kda_core_nvidia.recurrence_stores_hopper import block_barrier, copy_block, halves, place_of, store_chunks, unknown
+from kda_core_nvidia.recurrence_stores_hopper import halves, place_of, store_chunks, unknown
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
@@ -159,7 +154,7 @@ def _multiply(
     AHEAD: gl.constexpr = STAGES > 3
     if AHEAD:
         v_block = _values(0, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
-        both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
+        both = wgmma(v_block, minus_eye, both, use_acc=False, is_async=True)
     for i in range(n):
         stage = i % STAGES
         if WIDE:
@@ -176,9 +171,9 @@ def _multiply(
             S = S * d_buffer.index(stage).load(L_STATE)
         # [ke S − v | qg S], times LIFT
         if not AHEAD:
-            both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
+            both = wgmma(v_block, minus_eye, both, use_acc=False, is_async=True)
         pair = pair_buffer.index(stage)
-        both = warpgroup_mma(left, pair.slice(0, PART, dim=1).permute((1, 0)), both, is_async=True)
+        both = wgmma(left, pair.slice(0, PART, dim=1).permute((1, 0)), both, is_async=True)
         # Meanwhile the previous chunk's output is stored, or handed to the warps that store.
         if STORERS == 0:
             # Every warp has done with the previous stage.
@@ -197,33 +192,33 @@ def _multiply(
             mbarrier.arrive(full.index(i % OUT), count=1)
         if WIDE:
             # All of the state as an operand, beside the state itself, would be more than the registers hold.
-            both, left = warpgroup_mma_wait(0, deps=(both, left))
+            both, left = wgmma_wait(0, deps=(both, left))
             left = gl.convert_layout(rest.to(dtype), L_LEFT)
             S = S * d_buffer.index(stage).load(L_STATE)
-            both = warpgroup_mma(left, pair.slice(PART, PART, dim=1).permute((1, 0)), both, is_async=True)
-        both, left = warpgroup_mma_wait(0, deps=(both, left))
+            both = wgmma(left, pair.slice(PART, PART, dim=1).permute((1, 0)), both, is_async=True)
+        both, left = wgmma_wait(0, deps=(both, left))
         r, out = both.reshape([BV, 2, C]).permute([0, 2, 1]).split()
         residual = gl.convert_layout((-r * (1 / LIFT)).to(dtype), L_LEFT)
         out = gl.convert_layout(out, L_SMALL) * (1 / LIFT)
-        S = warpgroup_mma(residual, a_buffer.index(stage), S, is_async=True)
-        out = warpgroup_mma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
+        S = wgmma(residual, a_buffer.index(stage), S, is_async=True)
+        out = wgmma(residual, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
         if x_buffer is not None:
             x_block = x_buffer.index(stage).permute((1, 0))
-            scaled = warpgroup_mma(residual, x_block, scaled, use_acc=False, is_async=True)
+            scaled = wgmma(residual, x_block, scaled, use_acc=False, is_async=True)
         if AHEAD:
             v_block = _values(i + 1, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
-            both = warpgroup_mma(v_block, minus_eye, both, use_acc=False, is_async=True)
-            S, residual = warpgroup_mma_wait(MORE + 1, deps=(S, residual))
-            out, residual = warpgroup_mma_wait(MORE, deps=(out, residual))
+            both = wgmma(v_block, minus_eye, both, use_acc=False, is_async=True)
+            S, residual = wgmma_wait(MORE + 1, deps=(S, residual))
+            out, residual = wgmma_wait(MORE, deps=(out, residual))
             if x_buffer is not None:
-                scaled, residual = warpgroup_mma_wait(1, deps=(scaled, residual))
+                scaled, residual = wgmma_wait(1, deps=(scaled, residual))
         else:
-            S, residual = warpgroup_mma_wait(MORE, deps=(S, residual))
-            out, residual = warpgroup_mma_wait(MORE - 1, deps=(out, residual))
+            S, residual = wgmma_wait(MORE, deps=(S, residual))
+            out, residual = wgmma_wait(MORE - 1, deps=(out, residual))
             if x_buffer is not None:
-                scaled, residual = warpgroup_mma_wait(0, deps=(scaled, residual))
+                scaled, residual = wgmma_wait(0, deps=(scaled, residual))
     if AHEAD:
-        both = warpgroup_mma_wait(0, deps=(both,))
+        both = wgmma_wait(0, deps=(both,))
     rows = (out * o_scale).to(dtype)
     if STORERS == 0:
         m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
@@ -236,6 +231,18 @@ def _multiply(
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
     return S, n
+
+
+@gluon.jit
+def _specialized(multiplies, loads, stores, STORERS: gl.constexpr):
+    """The final state, from the arguments of each kind of warps."""
+    if STORERS == 0:
+        S, _ = gl.warp_specialize([(_multiply, multiplies), (_load, loads)], [1], [40])
+    else:
+        S, _ = gl.warp_specialize(
+            [(_multiply, multiplies), (_load, loads), (store_chunks, stores)], [1, STORERS], [40, 40]
+        )
+    return S
 
 
 @gluon.jit
@@ -339,46 +346,22 @@ def _sequence(
         fence_async_shared()
         block_barrier()
 
-        if STORERS == 0:
-            S, _ = gl.warp_specialize(
-                [
-                    (_multiply, (
-                        p_state, given, s_iv, s_ik, K,
-                        p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
-                        KP, LIFT, STAGES, OUT, STORERS,
-                    )),
-                    (_load, (
-                        pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot,
-                        HV, i_h, length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C,
-                        KP, BV, STAGES,
-                    )),
-                ],
-                [1],
-                [40],
-            )  # fmt: skip
-        else:
-            S, _ = gl.warp_specialize(
-                [
-                    (_multiply, (
-                        p_state, given, s_iv, s_ik, K,
-                        p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer, a_buffer, p_buffer,
-                        x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale, L_ROWS, BV, C,
-                        KP, LIFT, STAGES, OUT, STORERS,
-                    )),
-                    (_load, (
-                        pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot,
-                        HV, i_h, length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C,
-                        KP, BV, STAGES,
-                    )),
-                    (store_chunks, (
-                        p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, free, full, empty, o_buffer,
-                        z_buffer, s_buffer, V, C, KP, BV, STAGES, OUT, STORERS,
-                    )),
-                ],
-                [1, STORERS],
-                [40, 40],
-            )  # fmt: skip
+        S = _specialized(
+            (
+                p_state, given, s_iv, s_ik, K, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer,
+                a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
+                L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
+            ),
+            (
+                pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot, HV, i_h,
+                length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+            ),
+            (
+                p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, free, full, empty, o_buffer, z_buffer,
+                s_buffer, V, C, KP, BV, STAGES, OUT, STORERS,
+            ),
+            STORERS,
+        )  # fmt: skip
 
         writes = i_n >= 0
         if LAST_STATE:
@@ -433,6 +416,11 @@ def recurrence_hopper(
     ODD: gl.constexpr,  # a sequence may have an odd number of chunks
 ):  # fmt: skip
     BLOCKS: gl.constexpr = V // BV
+    call = (
+        pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens, indices,
+        has_state, progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv,
+        s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
+    )  # fmt: skip
     if FINISHED or indices is not None:
         # Programs without work must not end before the kernel ahead does, either.
         gdc_wait()
@@ -452,11 +440,8 @@ def recurrence_hopper(
             for i in range(item, items, gl.num_programs(0)):
                 i_n = first + gl.sum((numbers <= i // BLOCKS // HV).to(gl.int32), 0)
                 _sequence(
-                    i_n.to(gl.int64), (i // BLOCKS % HV).to(gl.int64), i % BLOCKS, pairs, single, P, X, decays, values,
-                    v, o, z, states, initial_state, final_state, cu_seqlens, indices, has_state, progress,
-                    final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn,
-                    s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V, KP, C,
-                    LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
+                    i_n.to(gl.int64), (i // BLOCKS % HV).to(gl.int64), i % BLOCKS, *call, K, V, KP, C, LIFT, UNIT,
+                    V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
                 )  # fmt: skip
             # Its next block, counted from the end of these.
             programs = gl.num_programs(0)
@@ -468,8 +453,6 @@ def recurrence_hopper(
         i_h = (gl.program_id(0) // BLOCKS % HV).to(gl.int64)
         i_n = (gl.program_id(0) // BLOCKS // HV).to(gl.int64)
         _sequence(
-            i_n, i_h, i_v, pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens,
-            indices, has_state, progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih,
-            s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale, K, V,
-            KP, C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
+            i_n, i_h, i_v, *call, K, V, KP, C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT,
+            STORERS, FINISHED, ODD,
         )  # fmt: skip

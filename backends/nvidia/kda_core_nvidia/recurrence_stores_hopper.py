@@ -2,12 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-# Later versions of triton renamed these.
-copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-copy_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from kda_core_nvidia.hopper import block_barrier, mbarrier
 
 
 @gluon.jit

@@ -128,6 +128,8 @@ def blocks_recurrence(
     i_v = pid % BLOCKS
     i_h = (pid // BLOCKS % HV).to(tl.int64)
     i_n = (pid // (BLOCKS * HV)).to(tl.int64)
+    given = (planes, squares, factors, v, initial_state, final_state, o)
+    numbers = (pad_slot_id, final_slots, s_vn, s_vt, s_vh, s_on, s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh)
     if cu_seqlens is None:
         row = i_n
         length = tl.full([], 1, tl.int32) * T
@@ -148,12 +150,8 @@ def blocks_recurrence(
         if final_indices is not None:
             p_final += i_n * s_final
         follow(
-            planes, squares, factors, v, initial_state, final_state, o, p_has, p_final,
-            i_state, row, length, slot, i_h, i_v, pad_slot_id, final_slots,
-            s_vn, s_vt, s_vh, s_on,
-            s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
-            HV, K, V, KP, BV, I_K,
-            I_V, F_K, F_V, STAGES, OVERLAP,
+            *given, p_has, p_final, i_state, row, length, slot, i_h, i_v, *numbers, HV, K, V, KP, BV, I_K, I_V, F_K,
+            F_V, STAGES, OVERLAP,
         )  # fmt: skip
     else:
         rank = i_n.to(tl.int32)
@@ -178,11 +176,7 @@ def blocks_recurrence(
                     p_final += i_n * s_final
                 if not skip:
                     follow(
-                        planes, squares, factors, v, initial_state, final_state, o, p_has, p_final,
-                        i_state, row, length, slot, i_h, i_v, pad_slot_id, final_slots,
-                        s_vn, s_vt, s_vh, s_on,
-                        s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
-                        HV, K, V, KP, BV, I_K,
+                        *given, p_has, p_final, i_state, row, length, slot, i_h, i_v, *numbers, HV, K, V, KP, BV, I_K,
                         I_V, F_K, F_V, STAGES, OVERLAP,
                     )  # fmt: skip
         if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)

@@ -15,29 +15,18 @@ Grid: (N · HV · V / value channels of a program), value blocks fastest, then h
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
+from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, seen_as
 from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
-from kda_core_nvidia.recurrent_step import SIZE, block_barrier, copy_tile, widen
+from kda_core_nvidia.recurrent import along_v
+from kda_core_nvidia.recurrent_step import SIZE, widen
 from kda_core_nvidia.transitions_hopper import rounded
 
 DRAFT_COLUMNS = gl.constexpr(16)
 """Value channels of a warp: half of what a warp of ``recurrent`` holds K first, so that twice as many run."""
-
-# Later versions of triton renamed it.
-_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """float32 in shared memory in another shape."""
-    if _RENAMED:
-        return buffer.reinterpret(gl.float32, SHAPE, LAYOUT)
-    else:
-        return buffer._reinterpret(gl.float32, SHAPE, LAYOUT)
 
 
 @gluon.jit
@@ -59,20 +48,20 @@ def keep(x, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, V_FIRST: g
 def kept(buffer, t, T: gl.constexpr, PARTS: gl.constexpr, KEPT: gl.constexpr, KEYS: gl.constexpr,
           V_FIRST: gl.constexpr):  # fmt: skip
     """A row of them against a tile."""
-    row = viewed(buffer, [T, PARTS, SIZE // PARTS], KEPT).index(t)
+    row = seen_as(buffer, gl.float32, [T, PARTS, SIZE // PARTS], KEPT).index(t)
     return row.load(KEYS)[None, :, :] if V_FIRST else row.permute([1, 0]).load(KEYS)[:, :, None]
 
 
 @gluon.jit
 def _number(buffer, t, T: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
     """A token's number beside value channels."""
-    return viewed(buffer, [T, 1], FLAT).index(t).load(VALUES)
+    return seen_as(buffer, gl.float32, [T, 1], FLAT).index(t).load(VALUES)
 
 
 @gluon.jit
 def _row(buffer, i, ROWS: gl.constexpr, BV: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
     """A row of value channels."""
-    return viewed(buffer, [ROWS, BV], FLAT).index(i).load(VALUES)
+    return seen_as(buffer, gl.float32, [ROWS, BV], FLAT).index(i).load(VALUES)
 
 
 @gluon.jit
@@ -80,14 +69,8 @@ def _part(buffer, i, T: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr):
     """One of four parts of rows of convolutions, [T, HALVES, K / HALVES]."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 4 // HALVES], [1, 32], [gl.num_warps(), 1], [1, 0])
-    x = viewed(buffer, [T, 4 * SIZE], PLAIN).slice(i * SIZE, SIZE, dim=1).load(WHOLE)
+    x = seen_as(buffer, gl.float32, [T, 4 * SIZE], PLAIN).slice(i * SIZE, SIZE, dim=1).load(WHOLE)
     return gl.convert_layout(x.reshape([T, HALVES, SIZE // HALVES]), ROWS)
-
-
-@gluon.jit
-def along_v(x, V_FIRST: gl.constexpr):
-    """Value channels against a tile."""
-    return x[:, None, None] if V_FIRST else x[None, None, :]
 
 
 @gluon.jit
@@ -245,7 +228,7 @@ def recurrent_draft(
         tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, [SIZE, BV], LAID)
         o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
         o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))[None, :]
-        copy_tile(tile, p_state + (o_row * I_ROW + o_column))
+        copy_elements(tile, p_state + (o_row * I_ROW + o_column))
         async_copy.commit_group()
     o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
     o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, TILE))[None, :]
@@ -263,7 +246,7 @@ def recurrent_draft(
         for t in gl.static_range(TP):
             y = convolved_row(window, given[t], taps, b_bias, TAPS)
             window += (given[t],)
-            viewed(convolutions, [TP, 4 * BV], FLAT).index(t).store(y.reshape([4 * BV]))
+            seen_as(convolutions, gl.float32, [TP, 4 * BV], FLAT).index(t).store(y.reshape([4 * BV]))
             window = window[1:]
         block_barrier()
         b_q = _part(convolutions, 0, TP, HALVES, ROWS)

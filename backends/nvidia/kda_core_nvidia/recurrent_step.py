@@ -14,15 +14,11 @@ Grid: (N · HV · V / value channels of a program), value blocks fastest, then h
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
-
-# Later versions of triton renamed these.
-copy_tile = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements
 
 SIZE = gl.constexpr(128)
 """K and V."""
@@ -103,7 +99,7 @@ def recurrent_step(
     tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, [SIZE, BV], LAID)
     o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
     o_column = i_v + gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))[None, :]
-    copy_tile(tile, initial_state + i_state * s_in + i_h * s_ih + (o_row * I_ROW + o_column))
+    copy_elements(tile, initial_state + i_state * s_in + i_h * s_ih + (o_row * I_ROW + o_column))
     async_copy.commit_group()
 
     b_q = b_q.to(gl.float32)

@@ -8,15 +8,9 @@ segment's start through õ = qg W − P ke W, and a ← a + õᵀ do runs beside
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from kda_core_nvidia import transitions_hopper as transitions
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 
 
 @gluon.jit
@@ -61,26 +55,26 @@ def _step_forwards(
     left = gl.convert_layout(transitions.rounded(W), L_LEFT)
     mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
     # [ke W | qg W]
-    both = warpgroup_mma(left, pair_buffer.index(stage).permute((1, 0)), both, use_acc=False, is_async=True)
+    both = wgmma(left, pair_buffer.index(stage).permute((1, 0)), both, use_acc=False, is_async=True)
     behind = gl.where(j > 0, before, stage)
-    a = warpgroup_mma(rows, o_buffer.index(behind), a, is_async=True)
+    a = wgmma(rows, o_buffer.index(behind), a, is_async=True)
     gone = gl.to_tensor(False)
     if CHECK:
         gone = transitions.vanished(W)
     W = W * d_buffer.index(stage).load(L_W)
-    both, left = warpgroup_mma_wait(1, deps=(both, left))
+    both, left = wgmma_wait(1, deps=(both, left))
     r, out = both.reshape([BR, 2, C]).permute([0, 2, 1]).split()
     r = gl.convert_layout(transitions.minus_rounded(gl.convert_layout(r, L_SMALL, assert_trivial=True)), L_LEFT)
     out = gl.convert_layout(out, L_SMALL, assert_trivial=True)
-    out = warpgroup_mma(r, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
-    W = warpgroup_mma(r, ka_buffer.index(stage), W, is_async=True)
-    a, rows = warpgroup_mma_wait(2, deps=(a, rows))
+    out = wgmma(r, p_buffer.index(stage).permute((1, 0)), out, is_async=True)
+    W = wgmma(r, ka_buffer.index(stage), W, is_async=True)
+    a, rows = wgmma_wait(2, deps=(a, rows))
     # Every warp has done with the chunk before.
     block_barrier()
     mbarrier.arrive(free.index(before), count=1, pred=j > 0)
-    out, r = warpgroup_mma_wait(1, deps=(out, r))
+    out, r = wgmma_wait(1, deps=(out, r))
     new = gl.convert_layout(transitions.rounded(out), L_LEFT)
-    W, r = warpgroup_mma_wait(0, deps=(W, r))
+    W, r = wgmma_wait(0, deps=(W, r))
     return W, a, both, new, gone
 
 
@@ -124,8 +118,8 @@ def _multiply_forwards(
     if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
         if length < j * C:
             transitions.keep_rows(o_buffer.index(last), length - (n - 1) * C, C, V)
-    a = warpgroup_mma(rows, o_buffer.index(last), a, is_async=True)
-    a, rows = warpgroup_mma_wait(0, deps=(a, rows))
+    a = wgmma(rows, o_buffer.index(last), a, is_async=True)
+    a, rows = wgmma_wait(0, deps=(a, rows))
     block_barrier()
     mbarrier.arrive(free.index(last), count=1)
     return W, a, forgotten

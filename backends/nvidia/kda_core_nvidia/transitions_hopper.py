@@ -18,14 +18,8 @@ Only bfloat16 (LIFT = 1), K = V = 128 and whole chunks: every segment but the la
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
-from kda_core_nvidia.recurrence_hopper import block_barrier, copy_block
+from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 
 TINY = gl.constexpr(2.0**-120)
 """Rows that have no larger element are forgotten. They would add close to the least that float32 holds, unless a state
@@ -112,22 +106,22 @@ def _step(
     before = (j + STAGES - 1) % STAGES
     left = gl.convert_layout(rounded(X), L_LEFT)
     mbarrier.wait(ready.index(stage), (j // STAGES) & 1)
-    y = warpgroup_mma(left, ka_buffer.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
+    y = wgmma(left, ka_buffer.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
     # The chunk before, while y is rounded. At first rows are zero, and the block is any finite one.
     behind = gl.where(j > 0, before, stage)
-    b = warpgroup_mma(rows, v_buffer.index(behind), b, is_async=True)
+    b = wgmma(rows, v_buffer.index(behind), b, is_async=True)
     gone = gl.to_tensor(False)
     if CHECK:
         gone = vanished(X)
     X = X * d_buffer.index(stage).load(L_X)
-    y, left = warpgroup_mma_wait(1, deps=(y, left))
+    y, left = wgmma_wait(1, deps=(y, left))
     new = gl.convert_layout(minus_rounded(y), L_LEFT)
-    X = warpgroup_mma(new, ke_buffer.index(stage), X, is_async=True)
-    b, rows = warpgroup_mma_wait(1, deps=(b, rows))
+    X = wgmma(new, ke_buffer.index(stage), X, is_async=True)
+    b, rows = wgmma_wait(1, deps=(b, rows))
     # Every warp has done with the chunk before.
     block_barrier()
     mbarrier.arrive(free.index(before), count=1, pred=j > 0)
-    X, new = warpgroup_mma_wait(0, deps=(X, new))
+    X, new = wgmma_wait(0, deps=(X, new))
     return X, b, y, new, gone
 
 
@@ -205,8 +199,8 @@ def _multiply(
         )
         j += 1
     last = (j + STAGES - 1) % STAGES
-    b = warpgroup_mma(rows, v_buffer.index(last), b, is_async=True)
-    b, rows = warpgroup_mma_wait(0, deps=(b, rows))
+    b = wgmma(rows, v_buffer.index(last), b, is_async=True)
+    b, rows = wgmma_wait(0, deps=(b, rows))
     block_barrier()
     mbarrier.arrive(free.index(last), count=1)
     return X, b, forgotten
@@ -313,15 +307,10 @@ def transitions_hopper(
         row0 = i_n * chunks * C
         n = chunks
         length = n
+    given = (single, decays, values, matrices, additions, forgotten, i_part, i_nh, i_h, row0, length, slot0, n, s_vh)
     if sequences is None:
-        _segment(
-            single, decays, values, matrices, additions, forgotten, i_part, i_nh, i_h, row0, length, slot0, n, s_vh,
-            HV, V, KP, C, BR, STAGES, UNROLL, EVERY,
-        )  # fmt: skip
+        _segment(*given, HV, V, KP, C, BR, STAGES, UNROLL, EVERY)
     else:
         whose = gl.load(sequences + i_n)
         if (whose >= 0) & (whose == gl.load(sequences + i_n + 1)):
-            _segment(
-                single, decays, values, matrices, additions, forgotten, i_part, i_nh, i_h, row0, length, slot0, n,
-                s_vh, HV, V, KP, C, BR, STAGES, UNROLL, EVERY,
-            )  # fmt: skip
+            _segment(*given, HV, V, KP, C, BR, STAGES, UNROLL, EVERY)

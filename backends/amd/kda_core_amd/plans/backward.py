@@ -87,15 +87,16 @@ def add_recurrences(f: Frame, grad_state: View | None) -> None:
     def launch(kernel: Any, name: str, rows: dict[str, View], **own: Any) -> None:
         chosen = f.config(name)
         blocks, (unit, strides) = f.blocks(chosen), row_strides(**rows)
-        f.launch(kernel, chosen, heads * (VP // blocks["BV"]), programs=heads, UNIT=unit, **blocks, **strides, **own)
+        own |= {"programs": heads, "rows": None, "EVERY": False, "UNIT": unit, **blocks, **strides}
+        f.launch(kernel, chosen, heads * (VP // blocks["BV"]), **own)
 
     launch(
-        states_kernel, "states", {"v": names["v"]}, initial_state=r.initial_state,
+        states_kernel, "states", {"v": names["v"]}, initial_state=r.initial_state, transitions=None,
         **named_state_strides("i", r.initial_state, v_first),
     )  # fmt: skip
     launch(
         reverse_kernel, "reverse", {"o": names["do"], "v": names["dv"]}, grad_final_state=r.grad_final_state,
-        grad_initial_state=grad_state, **named_state_strides("f", r.grad_final_state, v_first),
+        grad_initial_state=grad_state, additions=None, **named_state_strides("f", r.grad_final_state, v_first),
         **named_state_strides("i", grad_state, v_first),
     )  # fmt: skip
 
@@ -124,7 +125,7 @@ def add_gradients(f: Frame) -> dict[str, View | None]:
     rows = {"q": names["q"], "k": names["k"], "g": names["g"], "b": names["beta"], "o": names["do"]}
     unit, strides = row_strides(**rows)
     f.launch(
-        gradients_kernel, chosen, count * r.HV, initial_state=first, grad_final_state=last, ROWS=chosen.rows,
+        gradients_kernel, chosen, count * r.HV, initial_state=first, grad_final_state=last,
         BK=min(chosen.block, KP), BV=min(chosen.block, names["VP"]), UNIT=unit, **strides,
         **named_state_strides("i", first, r.state_v_first), **named_state_strides("f", last, r.state_v_first),
     )  # fmt: skip

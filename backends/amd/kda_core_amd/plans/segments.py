@@ -1,4 +1,4 @@
-"""Launches that join the segments of one long sequence; ``kda_core_amd.segments`` has the kernels."""
+"""Launches that compute the transitions of segments, and that join them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.plan import View
+from kda_core_amd.backward_reverse import reverse_kernel
+from kda_core_amd.backward_states import states_kernel
 from kda_core_amd.choose import dot_widths
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.segments import join_kernel, reverse_transitions_kernel, transitions_kernel
+from kda_core_amd.segments import join_kernel
+
+_UNUSED = ("s_vb", "s_vt", "s_vh", "s_in", "s_ih", "s_ik", "s_iv")
+"""Strides of what ``reverse_kernel`` does not write here."""
 
 
 def add_transitions(f: Frame, rows: int = 0, call: Request | None = None) -> View:
@@ -27,9 +32,9 @@ def add_transitions(f: Frame, rows: int = 0, call: Request | None = None) -> Vie
     transitions = new("transitions", (count, f.r.HV, VP + KP, KP), torch.float32)
     unit, strides = row_strides(v=names["v"])
     f.launch(
-        transitions_kernel, f.config("states"), (VP + KP) // blocks["BV"] * programs, initial_state=state,
-        transitions=transitions, rows=rows, programs=programs, EVERY=call is None, UNIT=unit, **blocks, **strides,
-        **named_state_strides("i", state, call is not None and call.state_v_first),
+        states_kernel, f.config("states"), (VP + KP) // blocks["BV"] * programs, initial_state=state, X=None, z=None,
+        states=None, transitions=transitions, rows=rows, programs=programs, EVERY=call is None, UNIT=unit, **blocks,
+        **strides, **named_state_strides("i", state, call is not None and call.state_v_first) | {"s_in": None},
     )  # fmt: skip
     return transitions
 
@@ -45,9 +50,10 @@ def add_reverse_transitions(f: Frame, rows: int = 0, call: Request | None = None
     additions = new("additions of segments", (count, f.r.HV, VP, KP), torch.float32)
     unit, strides = row_strides(o=names["do"])
     f.launch(
-        reverse_transitions_kernel, f.config("reverse"), VP // blocks["BV"] * programs, grad_final_state=state,
-        additions=additions, rows=rows, programs=programs, EVERY=call is None, UNIT=unit, **blocks, **strides,
-        **named_state_strides("f", state, call is not None and call.state_v_first),
+        reverse_kernel, f.config("reverse"), VP // blocks["BV"] * programs, grad_final_state=state, dv=None,
+        state_grads=None, grad_initial_state=None, additions=additions, rows=rows, programs=programs,
+        EVERY=call is None, UNIT=unit, **blocks, **strides, **dict.fromkeys(_UNUSED),
+        **named_state_strides("f", state, call is not None and call.state_v_first) | {"s_fn": None},
     )  # fmt: skip
     return additions
 

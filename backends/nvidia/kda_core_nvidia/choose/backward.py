@@ -27,32 +27,21 @@ class GradientsConfig:
 
 @dataclass(frozen=True, slots=True)
 class GradientsHopperConfig:
-    """Launch configuration of ``gradients_hopper``: warps, and registers of a thread."""
+    """Launch configuration of ``gradients_hopper``: two programs share a multiprocessor's registers and memory."""
 
-    num_warps: int
-    registers: int
-
-
-_GRADIENTS_HOPPER = GradientsHopperConfig(4, 255)
-"""Two programs share a multiprocessor's registers and shared memory."""
+    num_warps: int = 4
+    registers: int = 255
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsPersistentConfig:
-    """Launch configuration of ``gradients_hopper_persistent``: warps that multiply, and programs at most.
+    """Launch configuration of ``gradients_hopper_persistent``: programs at most, and warps that multiply.
 
-    Attributes:
-        last: of ``gradients_hopper`` for chunks that are in no pair.
+    There is a program for every multiprocessor, whose registers and shared memory it takes.
     """
 
-    num_warps: int
     programs: int
-    last: GradientsHopperConfig
-
-
-def gradients_persistent_config(chip: Chip) -> GradientsPersistentConfig:
-    """A program for every multiprocessor, whose registers and shared memory it takes."""
-    return GradientsPersistentConfig(8, chip.multiprocessors, _GRADIENTS_HOPPER)
+    num_warps: int = 8
 
 
 MILD = {torch.bfloat16: 160.0, torch.float16: 12.0, torch.float32: 0.0}
@@ -241,7 +230,7 @@ class BackwardChoice:
 
     Attributes:
         halves: choices for each half of the heads, where they run one after the other; else ().
-        segment_rows, bounded, precision, transitions, join_precision: as in ``ForwardChoice``.
+        segment_rows, bounded, precision, transitions: as in ``ForwardChoice``.
         prepare: of the second ``prepare``.
         turns: the sequences of each turn.
         states, reverse: the recurrences.
@@ -266,7 +255,6 @@ class BackwardChoice:
     descriptors: bool
     tokens: bool
     transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
-    join_precision: str
     overlap: bool
 
 
@@ -313,7 +301,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         states = reverse = chunk.hopper_config("alone", chip, KP, V, N * HV)
     gradients = config.gradients
     if on_hopper:
-        gradients = gradients_persistent_config(chip) if paired else _GRADIENTS_HOPPER
+        gradients = GradientsPersistentConfig(chip.multiprocessors) if paired else GradientsHopperConfig()
     # Products on scalar units spill more with them. Rows of a descriptor are counted in 32 bits.
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
@@ -337,7 +325,6 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         descriptors=descriptors,
         tokens=tokens,
         transitions=transitions,
-        join_precision=chunk.join_precision(chip),
         # Segments and packed sequences have other kernels between.
         overlap=chip.overlaps and not (fragments or rows) and r.cu_seqlens is None and most * HV <= MOST_OVERLAP,
     )

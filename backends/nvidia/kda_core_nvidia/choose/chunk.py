@@ -315,6 +315,9 @@ LEAST_ROWS = 2048
 
 LEAST_SEGMENTS = 4
 
+JOIN_PRECISION = "tf32x3"
+"""Of the products that join segments."""
+
 LEAST_ROWS_HOPPER = 512
 """The same with ``transitions_hopper``, whose programs are half as many and take a third of the time."""
 
@@ -491,8 +494,3 @@ def transitions_config(chip: Chip, kp: int, vp: int) -> BlockConfig:
     if chip.major == 10:
         return BlockConfig(min(block, 32) if kp > 128 else block, 8, 2)
     return BlockConfig(16, 4, 2) if kp > 128 else BlockConfig(block, max(1, block // 16), 1)
-
-
-def join_precision(chip: Chip) -> str:
-    """Precision of the products that join segments."""
-    return "ieee" if chip.interpreted else "tf32x3"

@@ -49,7 +49,7 @@ class ForwardChoice:
         saved_slots: slots of what is saved for a backward that recomputes.
         bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
-        transitions, join_precision: of the kernels that join segments.
+        transitions: of the kernels that join segments.
         keeps_states: the recurrence stores z and states for a backward.
         overlap: the recurrence for Hopper may start before ``prepare`` ends.
         most_programs: of the recurrence where ``prepare`` finishes most sequences: two rounds.
@@ -63,7 +63,6 @@ class ForwardChoice:
     bounded: bool
     descriptors: bool
     transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
-    join_precision: str
     keeps_states: bool
     overlap: bool
     most_programs: int
@@ -146,7 +145,6 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         # Rows of a descriptor are counted in 32 bits.
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
         transitions=transitions,
-        join_precision=chunk.join_precision(chip),
         keeps_states=keeps,
         # Others have another kernel ahead, which writes the initial states.
         overlap=chip.overlaps and not (fragments or rows),

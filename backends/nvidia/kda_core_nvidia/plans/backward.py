@@ -6,7 +6,7 @@ chunk-parallel kernel.
    at the same time backward, for dv and the state gradient of every slot (backward_reverse);
 3. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
 4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish);
-5. sums: those of A_log and dt_bias over the slots (backward_sums).
+5. sums: those of A_log and dt_bias over the slots (backward_finish).
 
 Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
 whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
@@ -27,11 +27,10 @@ from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, changed, input_layouts, matrix_tile, token_tile
 from kda_core.triton_lib.segments import ends_of, sent_back
-from kda_core_nvidia.backward_finish import finish_kernel
+from kda_core_nvidia.backward_finish import finish_kernel, sums_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
-from kda_core_nvidia.backward_recurrences import recurrences_kernel
-from kda_core_nvidia.backward_sums import sums_kernel
+from kda_core_nvidia.backward_reverse import recurrences_kernel
 from kda_core_nvidia.choose import BackwardChoice
 from kda_core_nvidia.choose.backward import (
     WHOLE,

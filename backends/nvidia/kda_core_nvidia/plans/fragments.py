@@ -16,7 +16,7 @@ from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts
 from kda_core.triton_lib.segments import edge_arguments, ends_of, sent
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts
+from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, in_parts
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
 from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
@@ -63,7 +63,7 @@ def add_chain(
     named = names(r) | dict(zip(("s_m", "s_mi", "s_mo", "s_part", "s_a", "s_ak", "s_av"), strides, strict=True)) | {
         "matrices": matrices, "additions": additions, "states": states, "ends": ends,
         **edge_arguments(r, starts, summary), "summary": summary, "sums": sums, "REVERSE": reverse, "STAGES": 1,
-        "PRECISION": choice.join_precision,
+        "PRECISION": JOIN_PRECISION,
         # Where fragments are not cut, each is one segment, of more rows than there are.
         "rows": choice.segment_rows or r.T + 1, "per": cut.N // r.N if r.N else 0, "BV": CHAIN_COLUMNS,
     }  # fmt: skip

@@ -74,7 +74,7 @@ def launch_gradients_persistent(
     # A pair's rows and numbers are loaded before the kernel ahead ends, so that this must be the recurrences.
     overlap = overlap and own["table"] is None and not copied
     if packed or 0 < behind <= CHUNK:
-        launch_gradients_hopper(b, r, config.last, bounded, {**named, "N": r.N}, 0, last=True)
+        launch_gradients_hopper(b, r, GradientsHopperConfig(), bounded, {**named, "N": r.N}, 0, last=True)
     rows = {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
     named = {**named, **own, **_tiles(b, r, 2 * CHUNK, CHANNELS, named), "C": 2 * CHUNK, "blocks": blocks}
     # Neighbours have the halves of a pair's key channels.

@@ -32,10 +32,7 @@ from kda_core_nvidia.recurrent_draft import DRAFT_COLUMNS, recurrent_draft
 from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
 
 STEP_WARPS = 4
-"""Warps of ``recurrent_step``: together they load whole rows of a state."""
-
-DRAFT_WARPS = 4
-"""Warps of ``recurrent_draft``."""
+"""Warps of ``recurrent_step`` and ``recurrent_draft``: together they load whole rows of a state."""
 
 WITHOUT_LAYER: dict[str, Any] = {
     **dict.fromkeys(("x", "weight", "bias", "conv_state", "inputs", "gate", "norm_weight")), "eps": 0.0,
@@ -107,9 +104,9 @@ def _add_draft(b: Builder, r: Request, config: DraftConfig, named: dict[str, Any
         "CP": 0 if r.commit is None else power_of_two(max(1, r.commit.shape[1])), "STAGED": config.staged,
         **WITHOUT_LAYER,
     }  # fmt: skip
-    programs = r.N * r.HV * (SIZE.value // (DRAFT_WARPS * DRAFT_COLUMNS.value))
+    programs = r.N * r.HV * (SIZE.value // (STEP_WARPS * DRAFT_COLUMNS.value))
     options = {"maxnreg": config.registers, "enable_fp_fusion": False}
-    b.pick(recurrent_draft, programs, DRAFT_WARPS, named | own, **options)
+    b.pick(recurrent_draft, programs, STEP_WARPS, named | own, **options)
 
 
 def _columns(table: View | None) -> tuple[int, int]:

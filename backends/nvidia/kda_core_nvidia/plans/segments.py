@@ -14,17 +14,12 @@ from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View, changed, matrix_tile, token_tile
 from kda_core.triton_lib.segments import segments_each, write_bounds, write_segments
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, most_of_several, split_scale
+from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, most_of_several, split_scale
 from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.plans.prepare_hopper import one_token_axis
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
-from kda_core_nvidia.segments import (
-    first_segments_kernel,
-    join_kernel,
-    reverse_transitions_kernel,
-    transitions_kernel,
-)
+from kda_core_nvidia.segments import first_segments_kernel, join_kernel, reverse_transitions_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
 
 ROWS = ("q", "k", "v", "g", "beta", "grad_o")
@@ -185,7 +180,7 @@ def add_starts(
     if isinstance(choice.transitions, TransitionsHopperConfig):
         _add_join_hopper(b, r, choice.transitions, named, call, call.initial_state, states)
         return states, None
-    _add_join(b, choice, named, call.initial_state, named["transitions"], None, states)
+    _add_join(b, named, call.initial_state, named["transitions"], None, states)
     return states, named["transitions"]
 
 
@@ -220,16 +215,15 @@ def add_ends(
     if isinstance(choice.transitions, TransitionsHopperConfig):
         _add_join_hopper(b, r, choice.transitions, named, call, call.grad_final_state, states, reverse=True)
         return states
-    _add_join(b, choice, named, call.grad_final_state, transitions, named["additions"], states)
+    _add_join(b, named, call.grad_final_state, transitions, named["additions"], states)
     b.free(named["additions"])
     return states
 
 
 def _add_join(
-    b: Builder, choice: Choice, named: dict[str, Any], given: View | None, transitions: View, additions: View | None,
-    states: View,
-) -> None:  # fmt: skip
+    b: Builder, named: dict[str, Any], given: View | None, transitions: View, additions: View | None, states: View
+) -> None:
     own = {"given": given, "transitions": transitions, "additions": additions, "states": states}
     own |= {"BV": JOIN_ROWS, "BK": min(32, named["KP"]), "REVERSE": additions is not None}
-    named = named | own | {"PRECISION": choice.join_precision}
+    named = named | own | {"PRECISION": JOIN_PRECISION}
     b.pick(join_kernel, (named["VP"] // JOIN_ROWS, named["HV"]), 4, named)
