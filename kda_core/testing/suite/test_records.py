@@ -90,7 +90,7 @@ def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
     o, states = _states(kda, call)
     results = kda.check(call.recorded())
     assert same_bits(results["o"], o)
-    assert not results["records"][call.recorded_rows()].isnan().any()
+    assert not results["records"][call.computed_rows()].isnan().any()
     lengths = call.lengths()
     for most in range(max(lengths) + 1):
         counts = torch.tensor([min(most, lengths[0]), min(max(most - 1, 0), lengths[1]), lengths[2]])
