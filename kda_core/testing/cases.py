@@ -25,6 +25,9 @@ Decay = Literal["mild", "slow", "none", "bounded", "isolated"]
 
 LOWER_BOUND = -5.0
 
+DECAYS: tuple[Decay | float, ...] = (-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated")
+"""From mild to those that forget everything at every token, or at a few."""
+
 BFLOAT16: dict[str, Any] = {"dtype": BF16, "gate_dtype": BF16}
 """Fields of a case whose inputs are all bfloat16."""
 

@@ -6,12 +6,12 @@ import pytest
 
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import Case
-from kda_core.testing.marks import each_tagged, requires
+from kda_core.testing.cases import Case, select
+from kda_core.testing.marks import each, requires
 
 
 @requires(Feature.CHUNK)
-@each_tagged("forward", "-backward")
+@each(select("forward", "-backward"))
 def test_forward(kda, case: Case):
     """Output and final state are within their budgets."""
     kda.check(case)
