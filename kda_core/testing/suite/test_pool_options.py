@@ -32,12 +32,43 @@ def _flags(*given: bool) -> torch.Tensor:
     return torch.tensor(given)
 
 
+MIDDLE = {"has_initial_state": _flags(False, True, False)}
+"""The others start from zero, whatever their slots hold (NaN here)."""
+V_FIRST = {"V": 64, "options": {"state_v_first": True}}
+STRIDED = frozenset({"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"})
+
+CALLS = {
+    # name: fields of the case, further arguments, slots that are read, arguments of ``written_elsewhere``
+    "fresh": ({}, MIDDLE, (4, 0, 2), None),
+    "fresh and skipped": (
+        {"state": BF16, "strided": frozenset({"has_initial_state"}), **V_FIRST},
+        {"has_initial_state": _flags(False, False, True)}, (-1, 3, 0), None,
+    ),
+    # A sequence that starts from zero leaves its slot as it was, ...
+    "fresh, outputs alone": ({}, MIDDLE | {"update_state": False}, (4, 0, 2), None),
+    # ... and this one the slot that it does not read.
+    "fresh, elsewhere": ({}, MIDDLE, (4, 0, 2), (indices(6, 7, 3),)),
+    # Two sequences may read one slot: copy on write.
+    "elsewhere": ({}, {}, (4, 4, 2), (indices(0, 7, 3),)),
+    "elsewhere, a column": ({}, {}, (4, 4, 2), (indices([0], [-1], [3]),)),
+    # A null slot drops a state that would be written, and skips a row that would read it.
+    "elsewhere, null slot": ({}, {"pad_slot_id": 0}, (4, 4, 0), (indices(0, 1, 2),)),
+    "another pool, null slot": ({}, {"pad_slot_id": 0}, (4, 4, 0), (indices(0, 1, 2), 4)),
+    # Slots of both pools may have the same numbers, and dtypes may differ.
+    "another pool": ({"final_state": True}, {}, (4, -1, 4), (indices(4, 0, 1), 5)),
+    "another pool in bfloat16": (V_FIRST, {}, (4, 0, 2), (indices(1, 3, 0), 4, BF16)),
+    "another pool in float32": ({"state": BF16, **V_FIRST}, {}, (4, 0, 2), (indices(1, 3, 0), 4, FP32)),
+    "another pool, strided": ({"strided": STRIDED}, {}, (4, 0, 2), (indices(3, 1, 4), 5)),
+}  # fmt: skip
+
+
 @FUNCTIONS
-@FRESH
-def test_fresh_sequences(kda, op: str, T: int):
-    """False starts from zero, whatever the slot holds (NaN here); the slot is written as usual."""
-    call = sequences(kda, op, T).having(has_initial_state=_flags(False, True, False))
-    kda.check(call.in_pool(indices(4, 0, 2), 6))
+@pytest.mark.parametrize("name", CALLS)
+def test_pool_as_of_a_server(kda, op: str, T: int, name: str):
+    """Right results in the slots that are written; all others stay as they were, bit for bit."""
+    fields, arguments, slots, elsewhere = CALLS[name]
+    call = sequences(kda, op, T, **fields).having(**arguments).in_pool(indices(*slots), 8)
+    kda.check(call if elsewhere is None else call.written_elsewhere(*elsewhere))
 
 
 @FUNCTIONS
@@ -50,15 +81,6 @@ def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
     expected = kda.run(call.having(initial_state=pool))
     found = kda.run(call.having(has_initial_state=_flags(False, True, True)))
     assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
-
-
-@FUNCTIONS
-@FRESH
-def test_fresh_sequences_in_a_bfloat16_pool(kda, op: str, T: int):
-    """V first, a bfloat16 pool, flags that are a column of a matrix, and a sequence that is skipped as well."""
-    call = sequences(kda, op, T, state=BF16, V=64, options={"state_v_first": True})
-    call = call.having(has_initial_state=_flags(False, False, True)).in_pool(indices(-1, 3, 0), 5)
-    kda.check(replace(call, strided=call.strided | {"has_initial_state"}))
 
 
 @requires(Feature.CHUNK, Feature.PAGED_STATE)
@@ -104,24 +126,6 @@ def test_outputs_of_drafts_alone(kda):
 
 
 @FUNCTIONS
-@FRESH
-@KEPT
-def test_outputs_of_fresh_sequences_alone(kda, op: str, T: int):
-    """Both: a sequence that starts from zero leaves its slot as it was."""
-    call = sequences(kda, op, T).having(update_state=False, has_initial_state=_flags(False, True, False))
-    kda.check(call.in_pool(indices(4, 0, 2), 6))
-
-
-@FUNCTIONS
-@ELSEWHERE
-def test_written_elsewhere(kda, op: str, T: int):
-    """Slots that are read stay as they were, bit for bit, and two sequences may read one: copy on write."""
-    call = sequences(kda, op, T).in_pool(indices(4, 4, 2), 8)
-    kda.check(call.written_elsewhere(indices(0, 7, 3)))
-    kda.check(call.written_elsewhere(indices(0, -1, 3)[:, None]))
-
-
-@FUNCTIONS
 @ELSEWHERE
 def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
     """As servers do it without final_state_indices: they copy the slot first."""
@@ -130,35 +134,6 @@ def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
     expected = kda.run(call.having(initial_state=copied, ssm_state_indices=indices(5, 6, 2)))
     found = kda.run(call.written_elsewhere(indices(5, 6, 2)))
     assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
-
-
-@FUNCTIONS
-@ELSEWHERE
-def test_written_to_another_pool(kda, op: str, T: int):
-    """The pool that is read stays as it was; slots of both may have the same numbers, and dtypes may differ."""
-    call = sequences(kda, op, T, final_state=True).in_pool(indices(4, -1, 4), 6)
-    kda.check(call.written_elsewhere(indices(4, 0, 1), 5))
-    for state, written in ((FP32, BF16), (BF16, FP32)):
-        call = sequences(kda, op, T, V=64, state=state, options={"state_v_first": True}).in_pool(indices(4, 0, 2), 6)
-        kda.check(call.written_elsewhere(indices(1, 3, 0), 4, written))
-
-
-@FUNCTIONS
-@ELSEWHERE
-def test_written_elsewhere_strided(kda, op: str, T: int):
-    """Both tables are columns of block tables, both pools slices of wider ones."""
-    call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 6).written_elsewhere(indices(3, 1, 4), 5)
-    names = {"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"}
-    kda.check(replace(call, strided=frozenset(names)))
-
-
-@FUNCTIONS
-@ELSEWHERE
-@FRESH
-def test_fresh_sequences_written_elsewhere(kda, op: str, T: int):
-    """Both: a sequence that starts from zero leaves the slot that it does not read as it was."""
-    call = sequences(kda, op, T).having(has_initial_state=_flags(False, True, False)).in_pool(indices(4, 0, 2), 8)
-    kda.check(call.written_elsewhere(indices(6, 7, 3)))
 
 
 @requires(Feature.CHUNK, Feature.PAGED_STATE)
@@ -228,15 +203,6 @@ def test_index_past_the_pool(kda, op: str, T: int, far: int):
         assert slots.dim() == dims
         found = _computed(kda, padded.having(**{name: torch.where(slots < 0, far, slots)}))
         assert all(map(same_bits, found, _computed(kda, padded)))
-
-
-@FUNCTIONS
-@ELSEWHERE
-def test_null_slot_written_elsewhere(kda, op: str, T: int):
-    """It drops a state that would be written, and skips a row that would read it."""
-    call = sequences(kda, op, T).having(pad_slot_id=0).in_pool(indices(4, 4, 0), 6)
-    kda.check(call.written_elsewhere(indices(0, 1, 2)))
-    kda.check(call.written_elsewhere(indices(0, 1, 2), 4))
 
 
 def _kept(call: Call, table: torch.Tensor, every: int, slots: int = 0, dtype: torch.dtype | None = None) -> Call:
