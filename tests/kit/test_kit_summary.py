@@ -174,7 +174,7 @@ def test_simple_tests_come_first_wherever_the_suite_is_bound(run_inner, tmp_path
     _, text = run_inner("-q", "--collect-only", "--backend=cpu", *names)
     tests = [line.rpartition("::")[2].partition("[")[0] for line in text.splitlines() if "::" in line]
     assert tests[0] == "test_forward"
-    assert tests.index("test_state") < tests.index("test_random_forward")
+    assert tests.index("test_state") < tests.index("test_random")
     assert tests[-1].startswith("test_random")
 
 

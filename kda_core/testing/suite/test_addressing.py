@@ -11,7 +11,6 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, SOFTPLUS, Case
-from kda_core.testing.inputs import Call
 from kda_core.testing.marks import each, requires, slow
 
 INPUTS = ("q", "k", "v", "g", "beta")
@@ -102,27 +101,16 @@ def test_pool_offsets_past_31_bits(kda):
 
 @slow
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
-@pytest.mark.parametrize("name", ["k", "v", "g", "grad_o"])
-def test_gradient_offsets_past_31_bits(kda, name: str):
-    """FAILURES 15: the same for gradients, o's own among the spread tensors."""
-    call = Case(name="far apart gradients", T=40, K=16, final_state=False, backward=True).call()
-    _expect_gradients_of_spread(kda, call, name, 1, 2**31 // 32)
-
-
-@slow
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
-@pytest.mark.parametrize("name", ["q", "v", "g", "beta", "grad_o"])
-def test_gradient_offsets_of_heads_past_31_bits(kda, name: str):
-    """FAILURES 15: heads that lie ahead of tokens, the last more than 2**31 elements behind the first."""
-    dtype = {"dtype": FP16, "gate_dtype": FP16} if kda.takes(FP16) else {}
-    call = Case(name="heads far apart", T=40, H=3, K=16, final_state=False, backward=True, **dtype).call()
-    _expect_gradients_of_spread(kda, call, name, 2, 2**30 + 16)
-
-
-def _expect_gradients_of_spread(kda, call: Call, name: str, axis: int, stride: int) -> None:
-    """Results and gradients of a call, one of whose tensors has a wide stride along an axis."""
+@pytest.mark.parametrize("name", [*INPUTS, "grad_o"])
+@pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
+def test_gradient_offsets_past_31_bits(kda, axis: int, name: str):
+    """FAILURES 15: the same for gradients: tokens that lie far apart, and heads that lie ahead of them."""
+    fields = {"dtype": FP16, "gate_dtype": FP16} if axis == 2 and kda.takes(FP16) else {}
+    call = Case(name=f"far apart {axis}", T=40, H=1 + axis, K=16, final_state=False, backward=True, **fields).call()
     kda.check(replace(call, strided=frozenset({*INPUTS, "grad_o"})))
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"grad_o": call.grads["o"].to(kda.device)}
+    # The last of the tokens, or of the heads, begins more than 2**31 elements behind the first.
+    stride = 2**31 // 32 if axis == 1 else 2**30 + 16
     tensors[name] = _spread(tensors[name].transpose(1, axis), stride).transpose(1, axis)
     grad = tensors.pop("grad_o")
     leaves = [tensors[n].requires_grad_() for n in INPUTS]
