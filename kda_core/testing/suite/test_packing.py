@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
+from kda_core.request import DATA
 from kda_core.testing.cases import BF16, FP32, PLAIN, SOFTPLUS, Case, select
 from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import each, either_function, requires, slow
@@ -31,33 +32,27 @@ def test_packed(kda, case: Case):
     kda.check(case)
 
 
-@requires(Feature.CHUNK, Feature.VARLEN, Feature.STATE_GRADIENT)
-@each([Case(name=f"through {dtype}", T=5, lengths=(0, 5, 0), backward=True, **PLAIN[dtype]) for dtype in PLAIN])
-def test_gradient_through_empty_sequences(kda, case: Case):
-    """An empty sequence passes the final state's gradient to its initial state, bit for bit."""
-    kda.check(case)
-
-
 def _with_sequences(call: Call, chosen: list[int]) -> Call:
     """A call of these sequences of it alone, packed or dense as it is."""
+    states = call.tensors["initial_state"][chosen].contiguous()
     if "cu_seqlens" not in call.tensors:
-        own = {n: t[chosen].contiguous() for n, t in call.tensors.items()}
-        return replace(call, tensors=own, grads={n: t[chosen] for n, t in call.grads.items()})
+        own = {n: call.tensors[n][chosen].contiguous() for n in DATA}
+        grads = {n: t[chosen] for n, t in call.grads.items()}
+        return replace(call.having(**own, initial_state=states), grads=grads)
     lengths = call.lengths()
     starts = [sum(lengths[:n]) for n in chosen]
     rows = torch.cat([torch.arange(a, a + lengths[n]) for n, a in zip(chosen, starts, strict=True)])
-    own = {n: call.tensors[n][:, rows].contiguous() for n in ("q", "k", "v", "g", "beta")}
-    own["initial_state"] = call.tensors["initial_state"][chosen].contiguous()
-    ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0)
+    own = {n: call.tensors[n][:, rows].contiguous() for n in DATA}
+    ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0).to(torch.int32)
     grads = {n: t[:, rows] if n == "o" else t[chosen] for n, t in call.grads.items()}
-    return replace(call.having(**own, cu_seqlens=ends.to(torch.int32)), grads=grads)
+    return replace(call.having(**own, initial_state=states, cu_seqlens=ends), grads=grads)
 
 
 def _layout(lengths: tuple[int, ...]) -> str:
     return "packed" if lengths else "dense"
 
 
-def _check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
+def check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
     """Every sequence has the bits in a call of a few chosen ones that it has in the whole call."""
     many, lengths, packed = kda.run(call), call.lengths(), "cu_seqlens" in call.tensors
     for chosen in companies:
@@ -83,7 +78,7 @@ def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
     fields = {"op": op, "H": 4, "l2norm": True, "backward": op == "chunk_kda" and kda.declares(Feature.BACKWARD)}
     case = Case(name=f"company {op} {dtype}", T=sum(lengths), lengths=lengths, **PLAIN[dtype] | fields)
     last = len(lengths) - 1
-    _check_company(kda, kda.near(case).call(), [0], [2], [last], [last, 1, 0, 5], [3, 0, 4])
+    check_company(kda, kda.near(case).call(), [0], [2], [last], [last, 1, 0, 5], [3, 0, 4])
 
 
 @requires(Feature.CHUNK, Feature.BATCH_INVARIANT)
@@ -94,7 +89,7 @@ def test_batch_invariant(kda, lengths: tuple[int, ...], dtype: torch.dtype):
     fields = {"lengths": lengths, "T": 200} if lengths else {"B": 4, "T": 130}
     fields |= {"l2norm": True, "backward": True, "options": {"batch_invariant": True}}
     call = Case(name=f"batch invariant {len(lengths)} {dtype}", **PLAIN[dtype] | fields).call()
-    _check_company(kda, call, [0], [3], [3, 1])
+    check_company(kda, call, [0], [3], [3, 1])
 
 
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.BACKWARD)
@@ -114,12 +109,6 @@ def test_packed_anything_behind_the_end(kda, raw: bool, value: float):
         assert same_bits(got, expected[name]), name
     for name in rows:
         assert not results[f"d{name}"][:, 71:].any()
-
-
-@requires(Feature.CHUNK, Feature.VARLEN, Feature.INITIAL_STATE)
-def test_packed_empty_sequences(kda):
-    """The state of an empty sequence passes through, bit for bit."""
-    kda.check(Case(name="empty sequences", T=71, lengths=(0, 1, 0, 64, 6, 0), state=FP32).call())
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)

@@ -140,13 +140,6 @@ def test_pool_from_prefill_to_decoding(kda):
         pool = kda.check(step.having(initial_state=pool, ssm_state_indices=indices(*order)))["pool"]
 
 
-@requires(Feature.CHUNK, Feature.PAGED_STATE)
-def test_pool_empty_sequence(kda):
-    """A sequence without tokens leaves its slot as it is, bit for bit."""
-    call = Case(name="empty in a pool", T=40, lengths=(20, 0, 20), state=FP32).call()
-    kda.check(call.in_pool(indices(1, 4, 0), 5))
-
-
 FIRST_CALL = """
 import sys
 import torch

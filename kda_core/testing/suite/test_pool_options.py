@@ -71,6 +71,46 @@ def test_pool_as_of_a_server(kda, op: str, T: int, name: str):
     kda.check(call if elsewhere is None else call.written_elsewhere(*elsewhere))
 
 
+@requires(Feature.CHUNK, Feature.PAGED_STATE)
+@pytest.mark.parametrize("name", ["plain", "fresh", "elsewhere"])
+def test_pool_empty_sequence(kda, name: str):
+    """A sequence without tokens writes nothing, bit for bit: its slot keeps what it held, and no copy is made of it."""
+    call = Case(name="empty in a pool", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
+    if name == "fresh":
+        call = call.having(has_initial_state=_flags(True, False, False))
+    for empty in (call, call.decoding()):
+        pooled = empty.in_pool(indices(1, 4, 0), 8)
+        kda.check(pooled.written_elsewhere(indices(5, 6, 7)) if name == "elsewhere" else pooled)
+
+
+TABLE = indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
+DRAFTS = {
+    # name: further arguments, slots that are read, accepted tokens, arguments of ``written_elsewhere``
+    # A draft that starts from zero does not read the slot of its last accepted token.
+    "fresh": (
+        {"has_initial_state": _flags(True, False, False)}, indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), (2, 1, 3), None
+    ),
+    # No slot of the table is written; they need not differ.
+    "outputs alone": ({"update_state": False}, indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), (2, 1, 3), None),
+    # From a committed pool into a buffer of the states after every token, which may have another dtype.
+    "elsewhere": ({}, indices(2, -1, 2), None, (TABLE, 10)),
+    "elsewhere in bfloat16": ({}, indices(2, -1, 2), None, (TABLE, 10, BF16)),
+    # A slot for every token is read as well: the last accepted one.
+    "from drafts": ({}, indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), (3, 1, 2), (TABLE + 9,)),
+    "from drafts, last states": ({}, indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), (3, 1, 2), (indices(9, 12, -1),)),
+}  # fmt: skip
+
+
+@SPEC
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_as_of_a_server(kda, name: str):
+    """The same for drafts with a slot for every token."""
+    arguments, slots, accepted, elsewhere = DRAFTS[name]
+    counts = None if accepted is None else indices(*accepted)
+    call = draft(kda).having(**arguments).in_pool(slots, 20, counts)
+    kda.check(call if elsewhere is None else call.written_elsewhere(*elsewhere))
+
+
 @FUNCTIONS
 @FRESH
 def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
@@ -81,25 +121,6 @@ def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
     expected = kda.run(call.having(initial_state=pool))
     found = kda.run(call.having(has_initial_state=_flags(False, True, True)))
     assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
-
-
-@requires(Feature.CHUNK, Feature.PAGED_STATE)
-@FRESH
-def test_fresh_sequence_without_tokens(kda):
-    """It writes nothing: its slot keeps what it held (NaN here), bit for bit."""
-    call = Case(name="fresh and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
-    call = call.having(has_initial_state=_flags(True, False, False))
-    kda.check(call.in_pool(indices(1, 4, 0), 5))
-    kda.check(call.decoding().in_pool(indices(1, 4, 0), 5))
-
-
-@SPEC
-@FRESH
-def test_fresh_drafts(kda):
-    """A draft that starts from zero does not read the slot of its last accepted token."""
-    call = draft(kda).having(has_initial_state=_flags(True, False, False))
-    counts = indices(2, 1, 3)
-    kda.check(call.in_pool(indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), 11, counts))
 
 
 @FUNCTIONS
@@ -116,15 +137,6 @@ def test_outputs_alone(kda, op: str, T: int):
     assert same_bits(tokens[::2], expected["o"].reshape(tokens.shape)[::2])
 
 
-@SPEC
-@KEPT
-def test_outputs_of_drafts_alone(kda):
-    """No slot of the table is written; they need not differ."""
-    call = draft(kda).having(update_state=False)
-    counts = indices(2, 1, 3)
-    kda.check(call.in_pool(indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), 11, counts))
-
-
 @FUNCTIONS
 @ELSEWHERE
 def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
@@ -134,30 +146,6 @@ def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
     expected = kda.run(call.having(initial_state=copied, ssm_state_indices=indices(5, 6, 2)))
     found = kda.run(call.written_elsewhere(indices(5, 6, 2)))
     assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
-
-
-@requires(Feature.CHUNK, Feature.PAGED_STATE)
-@ELSEWHERE
-def test_written_elsewhere_without_tokens(kda):
-    """A sequence without tokens writes nothing: no copy of what it starts from."""
-    call = Case(name="elsewhere and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
-    for empty in (call, call.decoding()):
-        kda.check(empty.in_pool(indices(1, 4, 0), 8).written_elsewhere(indices(5, 6, 7)))
-
-
-@SPEC
-@ELSEWHERE
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_drafts_written_elsewhere(kda, dtype: torch.dtype):
-    """From a committed pool into a buffer of the states after every token, which may have another dtype."""
-    table = indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
-    call = draft(kda).in_pool(indices(2, -1, 2), 4)
-    kda.check(call.written_elsewhere(table, 10, dtype))
-    # A slot for every token is read as well: the last accepted one.
-    counts = indices(3, 1, 2)
-    call = draft(kda).in_pool(indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), 20, counts)
-    kda.check(call.written_elsewhere(table + 9))
-    kda.check(call.written_elsewhere(indices(9, 12, -1)))
 
 
 @FUNCTIONS

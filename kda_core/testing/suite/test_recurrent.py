@@ -11,6 +11,7 @@ from kda_core.testing import references
 from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, DECAYS, FP16, FP32, FP64, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, requires, slow
+from kda_core.testing.suite.test_packing import check_company
 
 R = "fused_recurrent_kda"
 
@@ -109,10 +110,7 @@ def test_recurrent_prompt(kda, case: Case):
 def test_recurrent_prompt_in_a_batch(kda, T: int):
     """FAILURES 28: a sequence's results do not depend on its batch, bit for bit."""
     call = Case(name=f"prompts in a batch {T}", op=R, B=3, T=T, state=FP32).call()
-    own = {n: call.tensors[n][1:2] for n in ("q", "k", "v", "g", "beta", "initial_state")}
-    a, b = kda.run(call), kda.run(call.having(**own))
-    assert same_bits(a["o"][1:2], b["o"])
-    assert same_bits(a["final_state"][1:2], b["final_state"])
+    check_company(kda, call, [1])
 
 
 @slow
@@ -125,14 +123,10 @@ def test_recurrent_in_a_batch_of_any_size(kda, T: int, state: torch.dtype, v_fir
     options = {"state_v_first": v_first}
     case = Case(name=f"sizes {T}", op=R, B=130, T=T, H=32, K=128, dtype=BF16, state=state, options=options)
     call = case.having(gate_dtype=BF16, gate="lower bound", l2norm=True, beta="sigmoid").call()
-    rows = {n: call.tensors[n] for n in ("q", "k", "v", "g", "beta", "initial_state")}
-    whole = kda.run(call)
-    for N in (1, 2, 4, 8, 16, 33, 65):
-        some = kda.run(call.having(**{n: x[:N] for n, x in rows.items()}))
-        assert same_bits(some["o"], whole["o"][:N]), f"o of {N} sequences"
-        assert same_bits(some["final_state"], whole["final_state"][:N]), f"states of {N} sequences"
+    check_company(kda, call, *([*range(N)] for N in (1, 2, 4, 8, 16, 33, 65)))
     if T == 1:
-        packed = {n: x.transpose(0, 1) for n, x in rows.items() if n != "initial_state"}
+        whole = kda.run(call)
+        packed = {n: call.tensors[n].transpose(0, 1) for n in ("q", "k", "v", "g", "beta")}
         steps = kda.run(call.having(**packed, cu_seqlens=torch.arange(131, dtype=torch.int32)))
         assert same_bits(steps["o"].transpose(0, 1), whole["o"])
         assert same_bits(steps["final_state"], whole["final_state"])

@@ -8,7 +8,6 @@ import torch
 from kda_core.capabilities import Feature
 from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, Case
-from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, requires
 
 LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
@@ -80,21 +79,3 @@ def test_state_continues(kda, cut: int):
     o = torch.cat([first["o"], second["o"]], 1)
     kda.expect(whole, "o", o, expected["o"], "in two calls")
     kda.expect(whole, "final_state", second["final_state"], expected["final_state"], "in two calls")
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE)
-def test_state_zero_is_none(kda):
-    """A zero initial state is the same as none."""
-    call = Case(name="zero state", T=70).call()
-    with_zero = call.having(initial_state=torch.zeros(1, 2, 32, 32))
-    kda.compare(call, kda.run(with_zero))
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-def test_state_of_batch_rows(kda):
-    """Every batch row has its own state."""
-    call = Case(name="batch rows", B=3, T=40, state=FP32).call()
-    results = kda.check(call)
-    swapped = call.having(initial_state=call.tensors["initial_state"].flip(0))
-    kda.check(swapped)
-    assert not same_bits(kda.run(swapped)["o"], results["o"])
