@@ -195,7 +195,7 @@ class Subject:
         return 1 if self.target.interpreted else count
 
     def draws(self, count: int) -> int:
-        """How many random calls a test draws: fewer in the interpreter, which is thousands of times slower."""
+        """How many calls, or sequences, a test draws: fewer in the interpreter, which is thousands of times slower."""
         if not self.target.interpreted:
             return count
         return min(count, max(2, -(-count // INTERPRETER_DRAWS_FEWER)))

@@ -74,8 +74,9 @@ def check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
 def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
     """FAILURES 28: a sequence alone has the bits that it has among few and among many others, gradients included."""
     # More sequences times heads than any chip has multiprocessors, by which a backend may choose.
-    lengths = (130, 1, 40, 8, 9, *(3,) * 40, 33)
-    fields = {"op": op, "H": 4, "l2norm": True, "backward": op == "chunk_kda" and kda.declares(Feature.BACKWARD)}
+    lengths = (130, 1, 40, 8, 9, *(3,) * kda.draws(40), 33)
+    backward = op == "chunk_kda" and kda.declares(Feature.BACKWARD)
+    fields = {"op": op, "H": kda.draws(4), "l2norm": True, "backward": backward}
     case = Case(name=f"company {op} {dtype}", T=sum(lengths), lengths=lengths, **PLAIN[dtype] | fields)
     last = len(lengths) - 1
     check_company(kda, kda.near(case).call(), [0], [2], [last], [last, 1, 0, 5], [3, 0, 4])
