@@ -173,11 +173,14 @@ class Sample:
     def tokens_of(self, name: str, t: Tensor) -> Tensor:
         """[B', T', heads, ...] on the CPU of a tensor [B, T, H or HV, ...]."""
         t = t.detach()[:, :, self.heads if name in BY_QUERY_HEAD else self.value_heads]
+        return self._rows_of(t, [self.bounds[n][1] for n in self.sequences], self.lengths)
+
+    def _rows_of(self, t: Tensor, starts: list[int], counts: list[int]) -> Tensor:
+        """``counts`` rows of every sequence, from ``starts`` on where sequences are packed, on the CPU."""
         if self.request.cu_seqlens is None:
-            there = t[:, : self.lengths[0] if self.sequences else 0]
+            there = t[:, : counts[0] if counts else 0]
             return there[torch.tensor(self.sequences, dtype=torch.long, device=t.device)].cpu()
-        starts = [self.bounds[n][1] for n in self.sequences]
-        parts = [t[:, start : start + length] for start, length in zip(starts, self.lengths, strict=True)]
+        parts = [t[:, start : start + count] for start, count in zip(starts, counts, strict=True)]
         return (torch.cat(parts, 1) if parts else t[:, :0].clone()).cpu()
 
     def states_of(self, t: Tensor) -> Tensor:
@@ -186,14 +189,10 @@ class Sample:
 
     def chunk_states_of(self, h: Tensor) -> Tensor:
         """[B', NT', heads, K, V] on the CPU of intermediate states [B, NT, HV, K, V]."""
-        size, h = self.request.chunk_size, h.detach()[:, :, self.value_heads]
+        size = self.request.chunk_size
         counts = [-(-length // size) for length in self.lengths]
-        if self.request.cu_seqlens is None:
-            there = h[:, : counts[0] if counts else 0]
-            return there[torch.tensor(self.sequences, dtype=torch.long, device=h.device)].cpu()
         firsts = [sum(-(-self._all_tokens(m) // size) for m in range(n)) for n in self.sequences]
-        parts = [h[:, first : first + count] for first, count in zip(firsts, counts, strict=True)]
-        return (torch.cat(parts, 1) if parts else h[:, :0].clone()).cpu()
+        return self._rows_of(h.detach()[:, :, self.value_heads], firsts, counts)
 
     def call(self) -> Call:
         """The sample as a call, forward only; copies of its tensors are taken now."""

@@ -25,6 +25,9 @@ Decay = Literal["mild", "slow", "none", "bounded", "isolated"]
 
 LOWER_BOUND = -5.0
 
+DECAYS: tuple[Decay | float, ...] = (-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated")
+"""From mild to those that forget everything at every token, or at a few."""
+
 BFLOAT16: dict[str, Any] = {"dtype": BF16, "gate_dtype": BF16}
 """Fields of a case whose inputs are all bfloat16."""
 
@@ -61,6 +64,7 @@ class Case:
         l2norm: q and k are normalised by the operator.
         state: dtype of the initial state, or None.
         final_state: ask for it. backward: the case has gradients of every output.
+        strided, given_out: as of a ``Call``.
         options: further options of the call.
     """
 
@@ -90,6 +94,7 @@ class Case:
     final_state: bool = True
     backward: bool = False
     strided: frozenset[str] = frozenset()
+    given_out: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -143,7 +148,7 @@ def _call(c: Case) -> Call:
         grads["o"] = normal(c.B, c.T, HV, V).to(c.dtype)
         if c.final_state:
             grads["final_state"] = normal(*shape).to(c.state or (FP64 if c.dtype == FP64 else FP32))
-    return Call(c.op, tensors, options, grads, c.strided, name=c.name)
+    return Call(c.op, tensors, options, grads, c.strided, c.given_out, c.name)
 
 
 def _keys(c: Case, normal: Any) -> Tensor:

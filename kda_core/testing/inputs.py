@@ -14,7 +14,7 @@ import kda_core
 from kda_core._bind import bind
 from kda_core._pool_slots import PoolSlots
 from kda_core.request import DATA, Request
-from kda_core.testing.finite import live_rows
+from kda_core.testing.finite import live_rows, padding_faults
 
 GUARD = 512
 """Poisoned elements before and behind every input: more than any tile's reach past an end."""
@@ -156,9 +156,28 @@ class Call:
         shape = (r.B, r.T, r.HV, 2 * r.K + r.V)
         return self.having(records=torch.full(shape, float("nan"), dtype=r.compute_dtype))
 
-    def recorded_rows(self) -> Tensor:
-        """[B, T] bool: the tokens that the call records."""
+    def computed_rows(self) -> Tensor:
+        """[B, T] bool: the tokens of sequences that are not skipped."""
         return live_rows(self.request(), [slot < 0 for slot in self.slots().start])
+
+    def faults(self, results: dict[str, Tensor]) -> list[str]:
+        """Sentences about results that take no arithmetic, and so must be exact.
+
+        Rows of no sequence, or of a skipped one, are zero. A sequence without tokens passes its state on, and its
+        final state's gradient.
+        """
+        live, found = self.computed_rows(), []
+        for name in results.keys() & {"o", "dq", "dk", "dv", "dg", "dbeta"}:
+            found += padding_faults(name, results[name], live)
+        empty = [n for n, length in enumerate(self.lengths()) if not length]
+        states = {} if self.has_pool else {"final_state": self.tensors.get("initial_state")}
+        for name, given in (states | {"dinitial_state": self.grads.get("final_state")}).items():
+            if name not in results:
+                continue
+            passed = results[name][empty]
+            if passed.any() if given is None else not same_bits(passed, given[empty]):
+                found.append(f"{name}: a sequence without tokens must pass on what it is given, bit for bit")
+        return found
 
     def written_names(self) -> frozenset[str]:
         """The arguments that the call writes to."""

@@ -25,16 +25,21 @@ def improve() -> None:
     correct_arithmetic()
 
 
+def _interpreter() -> Any:
+    """The module of Triton's interpreter; None: there is no triton."""
+    try:
+        return importlib.import_module("triton.runtime.interpreter")
+    except ImportError:
+        return None
+
+
 def quicken() -> bool:
     """Let device functions skip the preparation that their launch has done, and values of a type share it.
 
     Returns:
         whether there is a triton that prepares in this way.
     """
-    try:
-        interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    except ImportError:
-        return False
+    interpreter = _interpreter()
     prepare: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     scope = getattr(interpreter, "_LangPatchScope", None)
     if prepare is None or scope is None:
@@ -121,10 +126,7 @@ def correct_arithmetic() -> bool:
     Returns:
         whether there is a triton that can be corrected in this way.
     """
-    try:
-        interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    except ImportError:
-        return False
+    interpreter = _interpreter()
     builder = getattr(interpreter, "InterpreterBuilder", None)
     if not all(hasattr(builder, name) for name in _Arithmetic.WRAPPERS):
         return False

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import Case, select
+from kda_core.testing.cases import Case
 
 slow = pytest.mark.slow
 
@@ -21,6 +21,16 @@ def requires(*features: Feature) -> pytest.MarkDecorator:
     return pytest.mark.kda_requires(*(f.name for f in features))
 
 
+either_function = pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param("chunk_kda", marks=requires(Feature.CHUNK), id="chunk"),
+        pytest.param("fused_recurrent_kda", marks=requires(Feature.RECURRENT), id="recurrent"),
+    ],
+)
+"""Run a test with its argument ``op`` naming either function."""
+
+
 def either_way(gradients: Feature) -> pytest.MarkDecorator:
     """Run a test with its argument ``backward`` False, and True, which is about ``gradients``."""
     with_gradients = pytest.param(True, id="backward", marks=requires(gradients))
@@ -31,8 +41,3 @@ def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
     """Run a test once for each case, as its argument ``case``; cases tagged "slow" are slow tests."""
     params = [pytest.param(c, id=c.name, marks=slow if "slow" in c.tags else ()) for c in cases]
     return pytest.mark.parametrize("case", params)
-
-
-def each_tagged(*tags: str) -> pytest.MarkDecorator:
-    """Run a test once for each case that has all of these tags (see ``cases.select``)."""
-    return each(select(*tags))

@@ -195,7 +195,7 @@ class Subject:
         return 1 if self.target.interpreted else count
 
     def draws(self, count: int) -> int:
-        """How many random calls a test draws: fewer in the interpreter, which is thousands of times slower."""
+        """How many calls, or sequences, a test draws: fewer in the interpreter, which is thousands of times slower."""
         if not self.target.interpreted:
             return count
         return min(count, max(2, -(-count // INTERPRETER_DRAWS_FEWER)))
@@ -211,7 +211,8 @@ class Subject:
         Checked: a call outside the declared capabilities is refused with the declared reasons; inputs (and the
         memory round everything) stay as they are, bit for bit; slots of a pool that the call does not write stay too;
         results have the shapes, dtypes and device of the contract; optional results are there exactly when asked for;
-        made again, small calls have the same bits on devices.
+        rows of no sequence are zero; sequences without tokens pass their states on; made again, small calls have the
+        same bits on devices.
 
         Args:
             wrt: the arguments whose gradient a call with gradients asks for.
@@ -268,6 +269,8 @@ class Subject:
             raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
         self.expect_untouched(before, tensors, call.written_names())
         self._expect_pool(call, before, tensors)
+        if wrong := call.faults(results):
+            raise Mismatch("; ".join(wrong))
         return results
 
     def check(self, call: Call | Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Results:
@@ -482,7 +485,7 @@ class Subject:
             if name == "out":
                 view.copy_(old_view)
             elif name == "records":
-                rows = call.recorded_rows().to(t.device)
+                rows = call.computed_rows().to(t.device)
                 view[rows] = old_view[rows]
             else:
                 slots = torch.tensor(call.slots_of(name), dtype=torch.long, device=t.device)

@@ -16,7 +16,7 @@ import torch
 from kda_core.capabilities import FEATURES_1_0, FEATURES_1_2, Feature
 from kda_core.testing import gate
 from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP16, FP32, Case, named, select
-from kda_core.testing.inputs import Call
+from kda_core.testing.inputs import Call, indices
 from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Mismatch, Record, Refused, Subject
 from kda_core.testing.targets import Target, find_target
@@ -64,13 +64,12 @@ def _check(case: Case, build: Build = Case.call, about: Collection[Feature] = ()
     return case.name, lambda subject: subject.check(case, build, about)
 
 
-def _pooled(case: Case, slots: list, accepted: list[int] | None = None, out: bool = False, **more: Any) -> Check:
+def _pooled(case: Case, slots: list, accepted: list[int] | None = None, **more: Any) -> Check:
     """The case on slots of a pool; ``more``: further arguments."""
-    table = torch.tensor(slots, dtype=torch.int32)
+    table, counts = indices(*slots), None if accepted is None else indices(*accepted)
 
     def build(case: Case) -> Call:
-        counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
-        return replace(case.call().having(**more).in_pool(table, int(table.max()) + 2, counts), given_out=out)
+        return case.call().having(**more).in_pool(table, int(table.max()) + 2, counts)
 
     return _check(case, build, build(case).request().features & _POOLS)
 
@@ -98,7 +97,7 @@ def checks() -> list[Check]:
         _check(Case(name="intermediate states", T=130, state=FP32, options=kept)),
         _check(Case(name="float16 states, intermediate states in float32", T=130, state=FP16, options=in_float32)),
         _check(Case(name="strided inputs", T=70, strided=frozenset({"q", "g", "beta"}))),
-        _check(Case(name="output buffer", T=70), lambda case: replace(case.call(), given_out=True)),
+        _check(Case(name="output buffer", T=70, given_out=True)),
         _check(Case(name="gradients without recompute", T=70, backward=True, options={"disable_recompute": True})),
         _check(Case(name="gradients, batch invariant", T=70, backward=True, options={"batch_invariant": True})),
         _check(step),
@@ -109,7 +108,7 @@ def checks() -> list[Check]:
         _check(Case(name="gradients of steps, all in kernel", op=R, T=12, K=16, HV=4, backward=True, **BOUNDED)),
         _pooled(prefill, [3, 0, 1]),
         _pooled(step.having(name="step in a pool, one skipped"), [4, -1, 2]),
-        _pooled(step.having(name="step in a bfloat16 pool", state=BF16, **_HALF), [4, 0, 2], out=True),
+        _pooled(step.having(name="step in a bfloat16 pool", state=BF16, given_out=True, **_HALF), [4, 0, 2]),
         _check(draft.having(name="draft that leaves records", final_state=False), leaves_records, recorded),
         _check(
             draft.having(name="tree of draft tokens", final_state=False),

@@ -226,13 +226,13 @@ def test_interpreter_leaves_bfloat16_out_where_it_is_wrong():
     assert Subject(Target("reference", CPU)).takes(BF16)
 
 
-def _random_calls(subject: Subject, test: str, part: int) -> list:
-    """The calls that a part of a random test checks, none of which is made."""
+def _random_calls(subject: Subject, name: str, part: int) -> list:
+    """The calls that a part of the random test checks, none of which is made."""
     from kda_core.testing.suite import test_random
 
     made: list = []
     subject.check = lambda case, build: made.append(build(case))
-    getattr(test_random, f"test_random_{test}")(subject, part)
+    test_random.test_random(subject, name, part)
     return made
 
 
@@ -247,12 +247,12 @@ def test_random_calls_are_the_same_for_every_backend():
     kinds = [test_random.kind(random.Random(f"forward {part} 0"), "chunk_kda") for part in range(5)]
     assert [(case.K, case.V) for case in kinds] == [(1, 1), (3, 3), (16, 3), (3, 3), (33, 1)]
     assert not set(first) & {call.digest() for call in _random_calls(one, "forward", 2)}
-    assert not set(first) & {call.digest() for call in _random_calls(one, "forward_thorough", 1)}
+    assert not set(first) & {call.digest() for call in _random_calls(one, "forward, thorough", 1)}
 
 
 def test_random_calls_of_one_kind_are_compiled_once():
     """They differ in lengths and values, and agree in all that a kernel may be compiled for."""
-    calls = _random_calls(Subject(Target("reference", CPU)), "forward_thorough", 0)
+    calls = _random_calls(Subject(Target("reference", CPU)), "forward, thorough", 0)
     kinds = [
         (
             {name: (t.dtype, t.shape[2:] if name in "qkvg" else t.dim()) for name, t in call.tensors.items()},
@@ -268,7 +268,7 @@ def test_random_calls_of_one_kind_are_compiled_once():
 
 def test_random_calls_vary_in_everything():
     """Each of these occurs among the thorough calls; a condition that never held would leave an axis out in silence."""
-    calls = [c for part in range(30) for c in _random_calls(Subject(Target("cpu", CPU)), "backward_thorough", part)]
+    calls = [c for part in range(30) for c in _random_calls(Subject(Target("cpu", CPU)), "backward, thorough", part)]
     assert len(calls) == 300
     shares = {
         "equal q and k": sum(torch.equal(c.tensors["q"], c.tensors["k"]) for c in calls),
@@ -300,7 +300,7 @@ def test_a_random_call_that_fails_fails_its_test(error):
     subject = Subject(Target("reference", CPU, interpreted=True))
     subject.check = failing
     with pytest.raises((RuntimeError, AssertionError)):
-        test_random.test_random_forward(subject, 0)
+        test_random.test_random(subject, "forward", 0)
 
 
 def test_interpreter_does_less():

@@ -74,11 +74,11 @@ def test_summary_gives_a_command_that_runs_the_first_failure(run_inner, register
     name = registered(mutants.LeakedNeighbour())
     arguments = (f"--backend={name}", "--kda-report=report.json", "--tb=no")
     suite_module = f"{suite.__name__}.test_packing"
-    run_inner(*arguments, "--pyargs", suite_module, "-k", "test_packed_empty_sequences")
+    run_inner(*arguments, "--pyargs", suite_module, "-k", "with and empty and sequences")
     (backend,) = json.loads((tmp_path / "report.json").read_text())["backends"]
     command = shlex.split(backend["failures"]["rerun"])
     assert command[:3] == ["pytest", "-p", "kda_core.testing.plugin"]
-    assert command[4] == f"{suite_module}::test_packed_empty_sequences[{name}]"
+    assert command[4] == f"{suite_module}::test_packed[{name}-packed with empty sequences]"
     status, text = run_inner(*command[3:], "--tb=no")
     assert status == pytest.ExitCode.TESTS_FAILED
     assert "1 failed" in text
@@ -174,7 +174,7 @@ def test_simple_tests_come_first_wherever_the_suite_is_bound(run_inner, tmp_path
     _, text = run_inner("-q", "--collect-only", "--backend=cpu", *names)
     tests = [line.rpartition("::")[2].partition("[")[0] for line in text.splitlines() if "::" in line]
     assert tests[0] == "test_forward"
-    assert tests.index("test_state") < tests.index("test_random_forward")
+    assert tests.index("test_state") < tests.index("test_random")
     assert tests[-1].startswith("test_random")
 
 

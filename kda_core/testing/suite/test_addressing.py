@@ -11,24 +11,43 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, SOFTPLUS, Case
-from kda_core.testing.inputs import Call
-from kda_core.testing.marks import requires, slow
+from kda_core.testing.marks import each, requires, slow
 
 INPUTS = ("q", "k", "v", "g", "beta")
+R = "fused_recurrent_kda"
+
+CASES = [
+    *(Case(name=f"strided {names}", B=2, T=70, strided=frozenset(names.split())) for names in ("q", "k v", "g beta")),
+    Case(name="strided inputs", B=2, T=70, strided=frozenset(INPUTS)),
+    Case(name="strided arguments", T=70, HV=6, lengths=(30, 40), state=FP32, **SOFTPLUS).having(
+        strided=frozenset({"initial_state", "A_log", "dt_bias", "cu_seqlens"})
+    ),
+    Case(name="strided out", B=2, T=70, given_out=True, strided=frozenset({"out"})),
+    *(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V, state=FP32) for K, V in ((60, 36), (17, 33), (100, 50))),
+]
 
 
-@requires(Feature.CHUNK, Feature.STRIDED_INPUT)
-@pytest.mark.parametrize("names", [("q",), ("k", "v"), ("g", "beta"), INPUTS], ids=" ".join)
-def test_strided_inputs(kda, names: tuple[str, ...]):
-    """FAILURES 10, 26: inputs that are slices of wider tensors."""
-    kda.check(replace(Case(name="strided", B=2, T=70).call(), strided=frozenset(names)))
+@requires(Feature.CHUNK)
+@each(CASES)
+def test_addresses(kda, case: Case):
+    """FAILURES 9, 10, 16, 26: slices of wider tensors, and dimensions that are no power of two, with NaN round them."""
+    kda.check(case)
 
 
-@requires(Feature.CHUNK, Feature.INITIAL_STATE)
-def test_strided_arguments(kda):
-    """Strided state, A_log, dt_bias, boundaries and their copy on the CPU."""
-    case = Case(name="strided arguments", T=70, HV=6, lengths=(30, 40), state=FP32, **SOFTPLUS)
-    kda.check(replace(case.call(), strided=frozenset({"initial_state", "A_log", "dt_bias", "cu_seqlens"})))
+MANY = [
+    Case(name="many programs", B=683, T=2),
+    Case(name="many steps", op=R, B=683, T=1),
+    Case(name="gradients of many programs", B=683, T=2, backward=True),
+    Case(name="gradients of many sequences", T=1366, lengths=(2,) * 683, backward=True),
+    Case(name="gradients of many steps", op=R, B=683, T=1, backward=True),
+]
+
+
+@slow
+@each([case.having(H=96, K=16) for case in MANY])
+def test_many_programs(kda, case: Case):
+    """FAILURES 24: B H = 65,568 is past a narrow grid axis."""
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.STRIDED_INPUT)
@@ -50,33 +69,6 @@ def test_transposed_inputs(kda):
         kda.expect(same, name, got.cpu(), references.results(same)[name], "transposed")
 
 
-@requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS)
-@pytest.mark.parametrize(("K", "V"), [(60, 36), (17, 33), (100, 50)])
-def test_reads_stay_inside(kda, K: int, V: int):
-    """FAILURES 16: head dimensions that are no power of two, with NaN in the memory round every input."""
-    kda.check(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V, state=FP32))
-
-
-@requires(Feature.CHUNK, Feature.ODD_HEAD_DIMS, Feature.BACKWARD)
-def test_reads_of_the_backward_stay_inside(kda):
-    """FAILURES 16: the same for gradients."""
-    kda.check(Case(name="inside gradients", T=70, K=20, state=FP32, backward=True))
-
-
-@requires(Feature.CHUNK, Feature.OUT)
-def test_out_is_written_in_full(kda):
-    """FAILURES 9: a buffer full of NaN, a slice of a wider one, is filled; memory around it stays."""
-    call = replace(Case(name="out", B=2, T=70).call(), given_out=True, strided=frozenset({"out"}))
-    assert kda.check(call)["o"].isfinite().all()
-
-
-@requires(Feature.RECURRENT, Feature.OUT)
-def test_out_of_a_step_is_written_in_full(kda):
-    """FAILURES 9: the same for fused_recurrent_kda."""
-    call = Case(name="out of a step", op="fused_recurrent_kda", B=3, T=1, state=FP32).call()
-    assert kda.check(replace(call, given_out=True))["o"].isfinite().all()
-
-
 @slow
 @requires(Feature.CHUNK, Feature.STRIDED_INPUT)
 @pytest.mark.parametrize("name", ["q", "v", "g"])
@@ -95,7 +87,7 @@ def test_offsets_past_31_bits(kda, name: str):
 @requires(Feature.RECURRENT, Feature.PAGED_STATE)
 def test_pool_offsets_past_31_bits(kda):
     """FAILURES 15: a pool whose last slot begins more than 2**31 elements behind its first."""
-    call = Case(name="far slot", op="fused_recurrent_kda", B=2, T=1, H=1, K=16, state=FP32).call()
+    call = Case(name="far slot", op=R, B=2, T=1, H=1, K=16, state=FP32).call()
     call = call.in_pool(torch.tensor([32, 0], dtype=torch.int32), 33)
     kda.check(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
@@ -109,27 +101,16 @@ def test_pool_offsets_past_31_bits(kda):
 
 @slow
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
-@pytest.mark.parametrize("name", ["k", "v", "g", "grad_o"])
-def test_gradient_offsets_past_31_bits(kda, name: str):
-    """FAILURES 15: the same for gradients, o's own among the spread tensors."""
-    call = Case(name="far apart gradients", T=40, K=16, final_state=False, backward=True).call()
-    _expect_gradients_of_spread(kda, call, name, 1, 2**31 // 32)
-
-
-@slow
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
-@pytest.mark.parametrize("name", ["q", "v", "g", "beta", "grad_o"])
-def test_gradient_offsets_of_heads_past_31_bits(kda, name: str):
-    """FAILURES 15: heads that lie ahead of tokens, the last more than 2**31 elements behind the first."""
-    dtype = {"dtype": FP16, "gate_dtype": FP16} if kda.takes(FP16) else {}
-    call = Case(name="heads far apart", T=40, H=3, K=16, final_state=False, backward=True, **dtype).call()
-    _expect_gradients_of_spread(kda, call, name, 2, 2**30 + 16)
-
-
-def _expect_gradients_of_spread(kda, call: Call, name: str, axis: int, stride: int) -> None:
-    """Results and gradients of a call, one of whose tensors has a wide stride along an axis."""
+@pytest.mark.parametrize("name", [*INPUTS, "grad_o"])
+@pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
+def test_gradient_offsets_past_31_bits(kda, axis: int, name: str):
+    """FAILURES 15: the same for gradients: tokens that lie far apart, and heads that lie ahead of them."""
+    fields = {"dtype": FP16, "gate_dtype": FP16} if axis == 2 and kda.takes(FP16) else {}
+    call = Case(name=f"far apart {axis}", T=40, H=1 + axis, K=16, final_state=False, backward=True, **fields).call()
     kda.check(replace(call, strided=frozenset({*INPUTS, "grad_o"})))
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"grad_o": call.grads["o"].to(kda.device)}
+    # The last of the tokens, or of the heads, begins more than 2**31 elements behind the first.
+    stride = 2**31 // 32 if axis == 1 else 2**30 + 16
     tensors[name] = _spread(tensors[name].transpose(1, axis), stride).transpose(1, axis)
     grad = tensors.pop("grad_o")
     leaves = [tensors[n].requires_grad_() for n in INPUTS]
@@ -181,33 +162,3 @@ def _spread(t: torch.Tensor, stride: int) -> torch.Tensor:
     strides = torch.empty(t.shape[2:]).stride()
     view = buffer.as_strided(t.shape, (rest, stride, *strides))
     return view.copy_(t)
-
-
-@slow
-@requires(Feature.CHUNK)
-def test_many_programs(kda):
-    """FAILURES 24: B H = 65,568 is past a narrow grid axis."""
-    kda.check(Case(name="many programs", B=683, T=2, H=96, K=16).call())
-
-
-@slow
-@requires(Feature.RECURRENT)
-def test_many_decoding_programs(kda):
-    """FAILURES 24: the same for a decoding step."""
-    kda.check(Case(name="many steps", op="fused_recurrent_kda", B=683, T=1, H=96, K=16).call())
-
-
-@slow
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@pytest.mark.parametrize("lengths", [(), (2,) * 683], ids=["dense", "packed"])
-def test_gradients_of_many_programs(kda, lengths: tuple[int, ...]):
-    """FAILURES 24: the same for gradients."""
-    shape = {"T": sum(lengths)} if lengths else {"B": 683, "T": 2}
-    kda.check(Case(name="gradients of many programs", H=96, K=16, lengths=lengths, backward=True, **shape).call())
-
-
-@slow
-@requires(Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
-def test_gradients_of_many_steps(kda):
-    """FAILURES 24: the same for gradients of steps."""
-    kda.check(Case(name="gradients of steps", op="fused_recurrent_kda", B=683, T=1, H=96, K=16, backward=True).call())

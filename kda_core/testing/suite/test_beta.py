@@ -30,14 +30,6 @@ def test_beta(kda, beta: Beta, dtype: torch.dtype):
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
 @LOGITS
-def test_beta_backward(kda, beta: Beta):
-    """The gradient goes through the sigmoid."""
-    case = Case(name=f"beta gradient {beta}", T=20, HV=6, beta=beta, final_state=False, backward=True)
-    kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@LOGITS
 @pytest.mark.parametrize("shift", [-40.0, -8.0, 4.0, 8.0, 12.0])
 def test_beta_backward_of_large_logits(kda, beta: Beta, shift: float):
     """s(x) and the slope s(x) s(-x) keep their digits, also where 1 - s(x) has none; at +-inf the slope is 0."""

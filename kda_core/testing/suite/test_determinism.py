@@ -13,33 +13,37 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
-from kda_core.testing.marks import requires, slow
+from kda_core.testing.marks import each, requires
 
-REPEATS = 30
+REPEATED = [
+    Case(name="repeated", B=2, T=130, H=3),
+    Case(name="repeated step", op="fused_recurrent_kda", B=4, T=1, state=FP32),
+    # Reductions over tokens and over groups of heads are among the results.
+    Case(name="repeated gradients", B=2, T=70, HV=6, final_state=False, backward=True, **SOFTPLUS),
+]
+AT_LENGTH = [
+    Case(name=f"repeated at length {dtype} {C}", T=4096, H=2, K=64, dtype=dtype, options={"chunk_size": C})
+    for dtype in (FP32, BF16)
+    for C in (64, 32)
+] + [
+    # Gradients of many chunks, at the head dimensions of models.
+    Case(name=f"repeated gradients at length {dtype} {K}", T=700, H=2, K=K, dtype=dtype, gate_dtype=dtype)
+    .having(state=FP32, backward=True, **SOFTPLUS)
+    for dtype in (FP32, BF16)
+    for K in (128, 256)
+]  # fmt: skip
 
 
-def _check_repeats(kda, call, first, count: int) -> None:
-    """Make a call ``count`` times more: every tensor is the same bits as in ``first``."""
-    for _ in range(kda.repeats(count)):
+@each([*REPEATED, *(case.having(tags=frozenset({"slow"})) for case in AT_LENGTH)])
+def test_repeats(kda, case: Case):
+    """FAILURES 2, 19: 50 calls of long sequences, 30 of others: every tensor is the same bits."""
+    call = kda.near(case).call()
+    first = kda.check(call)
+    for _ in range(kda.repeats(50 if case.T == 4096 else 30)):
         again = kda.run(call)
         for name, t in first.items():
             assert same_bits(t, again[name]), f"{name} differs from one run to the next"
         del kda.records[1:]
-
-
-@requires(Feature.CHUNK)
-def test_forward_repeats(kda):
-    """FAILURES 19: 30 forwards, bit for bit."""
-    call = Case(name="repeated", B=2, T=130, H=3, state=None).call()
-    _check_repeats(kda, call, kda.run(call), REPEATS)
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD)
-def test_backward_repeats(kda):
-    """FAILURES 19: 30 backwards, bit for bit, reductions over tokens included."""
-    case = Case(name="repeated gradients", B=2, T=70, HV=6, final_state=False, backward=True, **SOFTPLUS)
-    call = case.call()
-    _check_repeats(kda, call, kda.run(call), REPEATS)
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -75,38 +79,6 @@ def test_two_forwards_before_their_backwards(kda, saving: bool):
     for here, expected in zip(found, alone, strict=True):
         for name, a, b in zip(first, here, expected, strict=True):
             assert same_bits(a, b), f"d{name} differs where another layer's forward lies between"
-
-
-@requires(Feature.RECURRENT)
-def test_recurrent_repeats(kda):
-    """FAILURES 19: 30 decoding steps from the same state, bit for bit."""
-    call = Case(name="repeated step", op="fused_recurrent_kda", B=4, T=1, state=FP32).call()
-    _check_repeats(kda, call, kda.run(call), REPEATS)
-
-
-@slow
-@requires(Feature.CHUNK)
-@pytest.mark.parametrize("C", [64, 32])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_forward_repeats_at_length(kda, dtype: torch.dtype, C: int):
-    """FAILURES 2: T = 4096, 50 runs, bit for bit."""
-    case = Case(name=f"repeated at length {dtype} {C}", T=4096, H=2, K=64, dtype=dtype, options={"chunk_size": C})
-    call = case.call()
-    _check_repeats(kda, call, kda.check(call), 50)
-
-
-@slow
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@pytest.mark.parametrize("K", [128, 256])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_backward_repeats_at_length(kda, dtype: torch.dtype, K: int):
-    """FAILURES 19: 30 backwards of many chunks, at the head dimensions of models, bit for bit."""
-    case = Case(
-        name=f"repeated gradients at length {dtype} {K}", T=700, H=2, K=K, dtype=dtype, gate_dtype=dtype, state=FP32,
-        backward=True, **SOFTPLUS,
-    )  # fmt: skip
-    call = case.call()
-    _check_repeats(kda, call, kda.check(call), REPEATS)
 
 
 @requires(Feature.CHUNK)

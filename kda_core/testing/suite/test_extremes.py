@@ -13,42 +13,43 @@ import torch
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, BOUNDED, FP16, FP32, PLAIN, SOFTPLUS, Beta, Case, Gate, Keys
+from kda_core.testing.cases import BF16, BOUNDED, DECAYS, FP16, FP32, PLAIN, SOFTPLUS, Beta, Case, Gate, Keys
 from kda_core.testing.inputs import Call, same_bits
-from kda_core.testing.marks import either_way, requires, slow
+from kda_core.testing.marks import each, either_way, requires, slow
 
-DECAYS = pytest.mark.parametrize("decay", [-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated"], ids=str)
+R = "fused_recurrent_kda"
 
 
 @requires(Feature.CHUNK)
-@DECAYS
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_decay(kda, decay, dtype: torch.dtype):
+@each([Case(name=f"decay {d} {t}", T=130, decay=d, **PLAIN[t]) for t in (FP32, BF16) for d in DECAYS])
+def test_decay(kda, case: Case):
     """FAILURES 4: no decay overflows, and results after an isolated one are exact."""
-    kda.check(Case(name=f"decay {decay} {dtype}", T=130, decay=decay, **PLAIN[dtype]))
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@pytest.mark.parametrize("decay", [-5.0, -1000.0, "isolated"], ids=str)
-def test_decay_backward(kda, decay):
-    """FAILURES 6: gradients stay finite and right."""
-    case = Case(name=f"decay gradients {decay}", T=70, decay=decay, final_state=False, backward=True)
     kda.check(case)
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@pytest.mark.parametrize("decay", [-6.0, -8.0, -10.0])
-def test_decay_backward_float16(kda, decay: float):
-    """float16 has few digits below 6e-5: operands that decay to there lose no more than they must."""
-    kda.check(Case(name=f"float16, decay {decay}", T=70, decay=decay, l2norm=True, backward=True, **PLAIN[FP16]))
+DECAY_GRADIENTS = [
+    *(
+        Case(name=f"decay gradients {decay}", T=70, decay=decay, final_state=False, backward=True)
+        for decay in (-5.0, -1000.0, "isolated")
+    ),
+    # float16 has few digits below 6e-5: operands that decay to there lose no more than they must.
+    *(
+        Case(name=f"float16, decay {decay}", T=70, decay=decay, l2norm=True, backward=True, **PLAIN[FP16])
+        for decay in (-6.0, -8.0, -10.0)
+    ),
+    # Strong decays in the few rows after the last whole chunk: results are small beside cancelling terms.
+    *(
+        Case(name=f"{T} rows, decay {decay}", T=T, K=128, dtype=BF16, decay=decay, state=FP32, backward=True)
+        for T in (37, 70)
+        for decay in (-3.0, -8.0, -14.0)
+    ),
+]
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
-@pytest.mark.parametrize("decay", [-3.0, -8.0, -14.0])
-@pytest.mark.parametrize("T", [37, 70])
-def test_decay_backward_of_few_rows(kda, decay: float, T: int):
-    """Strong decays in the few rows after the last whole chunk: results are small beside cancelling terms."""
-    case = Case(name=f"{T} rows, decay {decay}", T=T, K=128, dtype=BF16, decay=decay, state=FP32, backward=True)
+@each(DECAY_GRADIENTS)
+def test_decay_backward(kda, case: Case):
+    """FAILURES 6: gradients stay finite and right."""
     kda.check(case)
 
 
@@ -88,13 +89,6 @@ def test_later_tokens_change_no_earlier_gradient(kda, dtype: torch.dtype, T: int
             kda.expect(alone, name, found[name][:, :first], expected[name], what)
 
 
-@requires(Feature.RECURRENT)
-@DECAYS
-def test_decay_recurrent(kda, decay):
-    """The same for fused_recurrent_kda."""
-    kda.check(Case(name=f"decay steps {decay}", op="fused_recurrent_kda", T=40, decay=decay, state=FP32))
-
-
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
 @pytest.mark.parametrize(("T", "decay"), [(16, -2.0), (64, "mild"), (150, -0.05), (300, -0.003)])
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["float32", "float16", "bfloat16"])
@@ -106,17 +100,17 @@ def test_state_that_only_decays(kda, T: int, decay: str | float, dtype: torch.dt
     kda.check(Case(name=f"only decays {T} {decay}", T=T, decay=decay, beta=0.0, **PLAIN[dtype]))
 
 
-@requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-@pytest.mark.parametrize("beta", [0.0, 0.5])
-@pytest.mark.parametrize(("T", "decay"), [(64, "mild"), (150, -0.05), (300, -0.003)])
-def test_state_that_only_decays_recurrent(kda, T: int, decay: str | float, beta: float):
-    """The same token by token: a constant decay has the same rounding error at every token."""
-    case = Case(name=f"decay of steps {T} {decay} {beta}", op="fused_recurrent_kda", T=T, decay=decay, beta=beta)
-    kda.check(case.having(state=FP32))
-
-
 INFINITE_GATES = [("softplus", FP32), ("lower bound", FP32), ("softplus", BF16), ("lower bound", FP16)]
-INFINITE = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
+INFINITE_DECAYS = [
+    *(
+        Case(name=f"-inf {dtype} {gate_dtype}", T=40, gate_dtype=gate_dtype, backward=True, **PLAIN[dtype])
+        for dtype, gate_dtype in ((FP32, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16))
+    ),
+    # One channel, where no other keeps anything, and dimensions that are no power of two.
+    *(Case(name=f"-inf {K}", T=40, K=K, state=FP32, backward=True) for K in (1, 20)),
+    *(Case(name=f"-inf steps {dtype}", op=R, T=24, gate_dtype=dtype, **PLAIN[dtype]) for dtype in PLAIN),
+    *(Case(name=f"-inf steps {dtype}, gradients", op=R, T=24, backward=True, **PLAIN[dtype]) for dtype in PLAIN),
+]
 
 
 def _with_infinite(call: Call, value: float = -math.inf) -> Call:
@@ -128,30 +122,9 @@ def _with_infinite(call: Call, value: float = -math.inf) -> Call:
     return call.having(g=g)
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@INFINITE
-@pytest.mark.parametrize("gate_dtype", [FP32, None], ids=["float32 g", "g of q's dtype"])
-def test_infinite_decay(kda, dtype: torch.dtype, gate_dtype: torch.dtype | None):
+@each(INFINITE_DECAYS)
+def test_infinite_decay(kda, case: Case):
     """A log decay of -inf (-1e30 in float16) forgets everything and has no gradient; its neighbours are exact."""
-    case = Case(name=f"-inf {dtype} {gate_dtype}", T=40, gate_dtype=gate_dtype or dtype, backward=True, **PLAIN[dtype])
-    kda.check(_with_infinite(case.call()))
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@pytest.mark.parametrize("K", [1, 20])
-def test_infinite_decay_of_few_channels(kda, K: int):
-    """The same with one channel, where no other keeps anything, and with dimensions that are no power of two."""
-    kda.check(_with_infinite(Case(name=f"-inf {K}", T=40, K=K, state=FP32, backward=True).call()))
-
-
-@requires(Feature.RECURRENT)
-@INFINITE
-@either_way(Feature.RECURRENT_BACKWARD)
-def test_infinite_decay_recurrent(kda, dtype: torch.dtype, backward: bool):
-    """The same for fused_recurrent_kda."""
-    gate_dtype = FP32 if backward else dtype
-    case = Case(name=f"-inf steps {dtype}", op="fused_recurrent_kda", T=24, gate_dtype=gate_dtype, **PLAIN[dtype])
-    case = case.having(backward=backward)
     kda.check(_with_infinite(case.call()))
 
 
@@ -166,21 +139,39 @@ def test_infinite_gate_input(kda, gate: Gate, dtype: torch.dtype, value: float):
     kda.compare(_with_infinite(call, math.copysign(1e4, value)), kda.run(_with_infinite(call, value)))
 
 
+PARALLEL: tuple[Keys, ...] = ("equal", "nearly parallel")
+REPEATING = [
+    Case(name=f"keys {keys} {decay} {dtype}", T=130, keys=keys, decay=decay, beta=1.0, **PLAIN[dtype])
+    for dtype in (FP32, BF16)
+    for keys in PARALLEL
+    for decay in ("none", "mild")
+] + [
+    Case(name=f"keys {keys} 2 sigmoid", T=130, keys=keys, decay="none", beta="negative eigenvalues")
+    for keys in PARALLEL
+]
+KEY_GRADIENTS = [
+    Case(name="key gradients", T=70, keys="equal", decay="none", beta=1.0, final_state=False),
+    # An inverse that is rounded to 16 bits shows in dv and dbeta.
+    *(
+        Case(name=f"key gradients {dtype} {decay}", T=64, keys="equal", beta=1.0, decay=decay, **PLAIN[dtype])
+        for dtype in (BF16, FP16)
+        for decay in (0.0, -0.003, -0.01)
+    ),
+]
+
+
 @requires(Feature.CHUNK)
-@pytest.mark.parametrize("decay", ["none", "mild"])
-@pytest.mark.parametrize("keys", ["equal", "nearly parallel"])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_repeating_keys(kda, keys: Keys, decay, dtype: torch.dtype):
-    """FAILURES 5: beta = 1 and keys that repeat, where a series for the triangular inverse cancels."""
-    kda.check(Case(name=f"keys {keys} {decay} {dtype}", T=130, keys=keys, decay=decay, beta=1.0, **PLAIN[dtype]))
+@each(REPEATING)
+def test_repeating_keys(kda, case: Case):
+    """FAILURES 5: beta = 1 and keys that repeat, where a series for the triangular inverse cancels; beta up to 2."""
+    kda.check(case)
 
 
-@requires(Feature.CHUNK, Feature.NEG_EIGVAL)
-@pytest.mark.parametrize("keys", ["equal", "nearly parallel"])
-def test_repeating_keys_negative_eigenvalues(kda, keys: Keys):
-    """FAILURES 5: the same with beta up to 2."""
-    beta: Beta = "negative eigenvalues"
-    kda.check(Case(name=f"keys {keys} 2 sigmoid", T=130, keys=keys, decay="none", beta=beta))
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@each([case.having(backward=True) for case in KEY_GRADIENTS])
+def test_repeating_keys_backward(kda, case: Case):
+    """FAILURES 5: gradients, too."""
+    kda.check(case)
 
 
 @requires(Feature.CHUNK)
@@ -192,22 +183,6 @@ def test_collinear_keys(kda, beta: Beta | float, dtype: torch.dtype, T: int):
     kda.check(
         Case(name=f"collinear keys {beta} {dtype}", T=T, keys="collinear", beta=beta, decay="slow", **PLAIN[dtype])
     )
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD)
-def test_repeating_keys_backward(kda):
-    """FAILURES 5: gradients, too."""
-    case = Case(name="key gradients", T=70, keys="equal", decay="none", beta=1.0, final_state=False, backward=True)
-    kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("decay", [0.0, -0.003, -0.01])
-def test_repeating_keys_backward_in_16_bits(kda, dtype: torch.dtype, decay: float):
-    """Nearly parallel keys: an inverse that is rounded to 16 bits shows in dv and dbeta."""
-    case = Case(name=f"key gradients {dtype} {decay}", T=64, keys="equal", beta=1.0, decay=decay, **PLAIN[dtype])
-    kda.check(case.having(backward=True))
 
 
 @requires(Feature.CHUNK, Feature.QK_L2NORM)

@@ -6,12 +6,12 @@ import pytest
 
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import Case
-from kda_core.testing.marks import each_tagged, requires
+from kda_core.testing.cases import Case, select
+from kda_core.testing.marks import each, requires
 
 
 @requires(Feature.CHUNK)
-@each_tagged("forward", "-backward")
+@each(select("forward", "-backward"))
 def test_forward(kda, case: Case):
     """Output and final state are within their budgets."""
     kda.check(case)
@@ -30,12 +30,3 @@ def test_forward_shorter_than_a_chunk(kda, decay: float):
         padded = expected.clone()
         padded[:, :T] = got.double()
         kda.expect(whole, "o", padded, expected, f"T = {T}")
-
-
-@requires(Feature.CHUNK)
-def test_forward_no_tokens(kda):
-    """T = 0: an empty output, and the state passes through."""
-    call = Case(name="no tokens", T=8, state=None).call().slice_tokens(0, 0)
-    results = kda.run(call)
-    assert results["o"].shape[1] == 0
-    assert not results["final_state"].any()

@@ -13,38 +13,55 @@ from kda_core.capabilities import Feature
 from kda_core.testing import gate
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import Call
-from kda_core.testing.marks import either_way, requires
+from kda_core.testing.marks import each, either_function, either_way, requires
 
-OPTIONAL = pytest.mark.parametrize(
-    ("A_log", "dt_bias"),
-    [(True, True), (True, False), (False, True), (False, False)],
-    ids=["A_log and dt_bias", "A_log", "dt_bias", "neither"],
-)
+OPTIONAL = [(True, True), (True, False), (False, True), (False, False)]
+"""Whether a gate with a lower bound has A_log, and dt_bias."""
+
+GATES = [
+    *(
+        Case(name=f"softplus {dt_bias} {dtype}", T=70, HV=6, gate="softplus", dt_bias=dt_bias, gate_dtype=dtype)
+        for dtype in (FP32, BF16)
+        for dt_bias in (True, False)
+    ),
+    # Far out on both sides neither exp overflows nor is the tail lost.
+    Case(name="large gate inputs", T=70, gate="softplus", rate=1.0, raw_scale=60.0),
+    *(
+        Case(name=f"lower bound {A_log} {dt_bias}", T=70, HV=6, gate="lower bound", A_log=A_log, dt_bias=dt_bias)
+        for A_log, dt_bias in OPTIONAL
+    ),
+    *(
+        Case(name=f"bound {bound}", T=70, gate="lower bound", rate=2.0).having(
+            options={"lower_bound": bound, "safe_gate": True}
+        )
+        for bound in (-5.0, -1.0, -0.1, -40.0)
+    ),
+]
+
+
+@requires(Feature.CHUNK)
+@each(GATES)
+def test_gate(kda, case: Case):
+    """-exp(A_log) softplus(g + dt_bias), and b sigmoid(exp(A_log) (g + dt_bias)), in the operator."""
+    kda.check(case)
+
+
+REAL = Case(name="real gate", T=70, HV=6, rate=201.0, final_state=False, **SOFTPLUS)
+"""exp(A_log) up to 201 and decays of thousands a token, as trained models have."""
 
 
 @requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
-@pytest.mark.parametrize("dt_bias", [True, False], ids=["dt_bias", "no dt_bias"])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_softplus_gate(kda, dt_bias: bool, dtype: torch.dtype):
-    """-exp(A_log) softplus(g + dt_bias) in the operator."""
-    case = Case(name=f"softplus {dt_bias} {dtype}", T=70, HV=6, gate="softplus", dt_bias=dt_bias, gate_dtype=dtype)
-    kda.check(case)
+@either_way(Feature.BACKWARD)
+def test_gate_of_real_models(kda, backward: bool):
+    """FAILURES 4: decays to -2661 a token, forward and backward."""
+    kda.check(REAL.having(H=1, raw_scale=4.0, backward=backward))
 
 
-@requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE)
-@OPTIONAL
-def test_lower_bound_gate(kda, A_log: bool, dt_bias: bool):
-    """b sigmoid(exp(A_log) (g + dt_bias)) in the operator; A_log and dt_bias are optional."""
-    case = Case(name=f"lower bound {A_log} {dt_bias}", T=70, HV=6, gate="lower bound", A_log=A_log, dt_bias=dt_bias)
-    kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE, Feature.SAFE_GATE)
-@pytest.mark.parametrize("bound", [-5.0, -1.0, -0.1, -40.0])
-def test_lower_bound_gate_bounds(kda, bound: float):
-    """Other bounds than -5, with the hint that decays keep to them."""
-    case = Case(name=f"bound {bound}", T=70, gate="lower bound", rate=2.0)
-    kda.check(case.call().having(lower_bound=bound, safe_gate=True))
+@requires(Feature.RECURRENT, Feature.SOFTPLUS_GATE)
+@either_way(Feature.RECURRENT_BACKWARD)
+def test_gate_of_real_models_recurrent(kda, backward: bool):
+    """FAILURES 34: the same token by token, with decays to -4175."""
+    kda.check(REAL.having(name="real gate of steps", op="fused_recurrent_kda", raw_scale=5.0, backward=backward))
 
 
 @requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE)
@@ -57,13 +74,7 @@ def test_lower_bound_gate_of_a_bound_far_away(kda, bound: float, shift: float, d
     kda.check(call.having(lower_bound=bound, g=call.tensors["g"] - shift))
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param("chunk_kda", marks=requires(Feature.CHUNK), id="chunk"),
-        pytest.param("fused_recurrent_kda", marks=requires(Feature.RECURRENT), id="recurrent"),
-    ],
-)
+@either_function
 def test_bound_without_a_promise(kda, op: str):
     """Beside given decays and without safe_gate, lower_bound changes nothing: many lie below it."""
     kda.check(Case(name=f"no promise {op}", op=op, T=40).call().having(lower_bound=-0.25))
@@ -103,47 +114,28 @@ def test_gate_bias_by_head_and_channel(kda):
     kda.check(call.having(dt_bias=call.tensors["dt_bias"].reshape(2, 32)))
 
 
-@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
-def test_gate_large_inputs(kda):
-    """softplus far out on both sides: neither exp overflows nor is the tail lost."""
-    call = Case(name="large gate inputs", T=70, gate="softplus", rate=1.0, raw_scale=60.0).call()
-    kda.check(call)
+GATE_CALLS = [
+    *({"dt_bias": dt_bias, "dtype": dtype} for dtype in (FP32, BF16) for dt_bias in (True, False)),
+    *({"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -3.0} for A_log, dt_bias in OPTIONAL),
+    # Any leading axes.
+    *({"shape": shape} for shape in ((4, 16), (3, 4, 16), (2, 3, 5, 4, 16), (0, 4, 16))),
+]
 
 
-@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
-@either_way(Feature.BACKWARD)
-def test_gate_of_real_models(kda, backward: bool):
-    """FAILURES 4: exp(A_log) up to 201 and decays to -2661 a token, as trained models have; forward and backward."""
-    case = Case(
-        name="real gate", T=70, H=1, HV=6, rate=201.0, raw_scale=4.0, final_state=False, backward=backward, **SOFTPLUS
-    )
-    kda.check(case)
+@requires(Feature.GATE)
+@either_way(Feature.GATE_BACKWARD)
+@pytest.mark.parametrize("call", GATE_CALLS, ids=str)
+def test_gate_function(kda, call: dict, backward: bool):
+    """kda_gate with and without a bound, and its gradients."""
+    bound = call.get("lower_bound")
+    tensors = gate.arguments(**{n: x for n, x in call.items() if n != "lower_bound"})
+    gate.check(kda, tensors, bound, backward)
 
 
-@requires(Feature.RECURRENT, Feature.SOFTPLUS_GATE)
-@either_way(Feature.RECURRENT_BACKWARD)
-def test_gate_of_real_models_recurrent(kda, backward: bool):
-    """FAILURES 34: the same token by token, with decays to -4175."""
-    case = Case(
-        name="real gate of steps", op="fused_recurrent_kda", T=70, HV=6, rate=201.0, raw_scale=5.0, final_state=False,
-        backward=backward, **SOFTPLUS,
-    )  # fmt: skip
-    kda.check(case)
-
-
-@requires(Feature.GATE, Feature.SOFTPLUS_GATE)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("dt_bias", [True, False], ids=["dt_bias", "no dt_bias"])
-def test_gate_function_softplus(kda, dt_bias: bool, dtype: torch.dtype):
-    """kda_gate without a bound."""
-    gate.check(kda, gate.arguments(dtype=dtype, dt_bias=dt_bias))
-
-
-@requires(Feature.GATE, Feature.LOWER_BOUND_GATE)
-@OPTIONAL
-def test_gate_function_lower_bound(kda, A_log: bool, dt_bias: bool):
-    """kda_gate with a bound."""
-    gate.check(kda, gate.arguments(A_log=A_log, dt_bias=dt_bias), lower_bound=-5.0)
+@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE)
+def test_gate_function_without_a_gradient_of_its_rate(kda):
+    """The gradients of some inputs."""
+    gate.check(kda, gate.arguments(), backward=True, wrt=("g", "dt_bias"))
 
 
 @requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE)
@@ -159,20 +151,6 @@ def test_gate_function_without_elements(kda, shape: tuple[int, ...]):
     for t, grad in zip((g, A_log, dt_bias), torch.autograd.grad(decay.sum(), (g, A_log, dt_bias)), strict=True):
         assert grad.shape == t.shape
         assert not grad.any()
-
-
-@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE)
-def test_gate_function_softplus_backward(kda):
-    """Gradients of kda_gate without a bound: all, and those of some inputs."""
-    gate.check(kda, gate.arguments(), backward=True)
-    gate.check(kda, gate.arguments(), backward=True, wrt=("g", "dt_bias"))
-
-
-@requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.LOWER_BOUND_GATE)
-@OPTIONAL
-def test_gate_function_lower_bound_backward(kda, A_log: bool, dt_bias: bool):
-    """Gradients of kda_gate with a bound."""
-    gate.check(kda, gate.arguments(A_log=A_log, dt_bias=dt_bias), lower_bound=-3.0, backward=True)
 
 
 @requires(Feature.GATE, Feature.GATE_BACKWARD, Feature.SOFTPLUS_GATE, Feature.LOWER_BOUND_GATE)
@@ -208,10 +186,3 @@ def test_gate_function_infinite(kda, dtype: torch.dtype, value: float, bound: fl
     assert torch.equal(found[0][0][~infinite], found[1][0][~infinite])
     for at_infinity, far_out in zip(found[0][1:], found[1][1:], strict=True):
         assert torch.equal(at_infinity, far_out)
-
-
-@requires(Feature.GATE, Feature.SOFTPLUS_GATE)
-@pytest.mark.parametrize("shape", [(4, 16), (3, 4, 16), (2, 3, 5, 4, 16), (0, 4, 16)], ids=str)
-def test_gate_function_shapes(kda, shape: tuple[int, ...]):
-    """kda_gate takes any leading axes."""
-    gate.check(kda, gate.arguments(shape=shape))

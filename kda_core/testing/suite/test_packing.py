@@ -9,82 +9,50 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, SOFTPLUS, Case
+from kda_core.request import DATA
+from kda_core.testing.cases import BF16, FP32, PLAIN, SOFTPLUS, Case, select
 from kda_core.testing.inputs import Call, same_bits
-from kda_core.testing.marks import each_tagged, requires, slow
+from kda_core.testing.marks import each, either_function, requires, slow
 from kda_core.testing.subject import Subject
 
+CASES = [
+    Case(name="single tokens", T=2050, lengths=(1, 1, 2048), state=FP32),
+    Case(name="one-token tail", T=8192, lengths=(8191, 1)),
+    # More sequences than chunks.
+    Case(name="many sequences", T=300, lengths=(0, 1, 2, 3) * 50),
+    Case(name="all empty", T=10, lengths=(0, 0), state=FP32),
+    Case(name="behind the end of out", T=150, lengths=(30, 40), given_out=True),
+]
+
 
 @requires(Feature.CHUNK, Feature.VARLEN)
-@each_tagged("packed", "-backward")
+@each([*select("packed", "-backward"), *CASES])
 def test_packed(kda, case: Case):
-    """Output and final states are within their budgets."""
+    """FAILURES 1, 9, 25: output and final states are within their budgets, rows of no sequence are zero."""
     kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.VARLEN)
-def test_packed_single_tokens_before_a_long_one(kda):
-    """FAILURES 1: sequences of one token beside a long one, ``cu_seqlens=[0, 1, 2, 2050]``."""
-    kda.check(Case(name="single tokens", T=2050, lengths=(1, 1, 2048), state=FP32))
-
-
-@requires(Feature.CHUNK, Feature.VARLEN, Feature.STATE_GRADIENT)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
-def test_gradient_through_empty_sequences(kda, dtype: torch.dtype):
-    """An empty sequence passes the final state's gradient to its initial state, bit for bit."""
-    case = Case(name="through", T=5, lengths=(0, 5, 0), backward=True, **PLAIN[dtype])
-    call = case.call()
-    results = kda.check(call)
-    assert same_bits(results["dinitial_state"][::2], call.grads["final_state"][::2])
-
-
-@requires(Feature.CHUNK, Feature.VARLEN)
-def test_packed_one_token_tail(kda):
-    """FAILURES 25: a tail of one token, ``cu_seqlens=[0, 8191, 8192]``."""
-    kda.check(Case(name="one-token tail", T=8192, lengths=(8191, 1)))
-
-
-@requires(Feature.CHUNK, Feature.VARLEN)
-def test_packed_neighbours(kda):
-    """FAILURES 28: a sequence's results do not depend on its neighbours, bit for bit, and equal its own run."""
-    case = Case(name="neighbours", T=170, lengths=(70, 65, 35), state=FP32)
-    call, other = case.call(), case.having(name="other neighbours").call()
-    first = kda.check(call)
-    mixed = dict(call.tensors)
-    for name in ("q", "k", "v", "g", "beta"):
-        mixed[name] = other.tensors[name].clone()
-        mixed[name][:, 70:135] = call.tensors[name][:, 70:135]
-    mixed["initial_state"] = other.tensors["initial_state"].clone()
-    mixed["initial_state"][1] = call.tensors["initial_state"][1]
-    second = kda.run(replace(call, tensors=mixed))
-    assert same_bits(first["o"][:, 70:135], second["o"][:, 70:135])
-    assert same_bits(first["final_state"][1], second["final_state"][1])
-    alone = call.slice_tokens(70, 135).having(cu_seqlens=None, initial_state=call.tensors["initial_state"][1:2])
-    results = kda.run(alone)
-    kda.expect(alone, "o", results["o"], first["o"][:, 70:135], "alone against packed")
-    kda.expect(alone, "final_state", results["final_state"], first["final_state"][1:2], "alone against packed")
 
 
 def _with_sequences(call: Call, chosen: list[int]) -> Call:
     """A call of these sequences of it alone, packed or dense as it is."""
+    states = call.tensors["initial_state"][chosen].contiguous()
     if "cu_seqlens" not in call.tensors:
-        own = {n: t[chosen].contiguous() for n, t in call.tensors.items()}
-        return replace(call, tensors=own, grads={n: t[chosen] for n, t in call.grads.items()})
+        own = {n: call.tensors[n][chosen].contiguous() for n in DATA}
+        grads = {n: t[chosen] for n, t in call.grads.items()}
+        return replace(call.having(**own, initial_state=states), grads=grads)
     lengths = call.lengths()
     starts = [sum(lengths[:n]) for n in chosen]
     rows = torch.cat([torch.arange(a, a + lengths[n]) for n, a in zip(chosen, starts, strict=True)])
-    own = {n: call.tensors[n][:, rows].contiguous() for n in ("q", "k", "v", "g", "beta")}
-    own["initial_state"] = call.tensors["initial_state"][chosen].contiguous()
-    ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0)
+    own = {n: call.tensors[n][:, rows].contiguous() for n in DATA}
+    ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0).to(torch.int32)
     grads = {n: t[:, rows] if n == "o" else t[chosen] for n, t in call.grads.items()}
-    return replace(call.having(**own, cu_seqlens=ends.to(torch.int32)), grads=grads)
+    return replace(call.having(**own, initial_state=states, cu_seqlens=ends), grads=grads)
 
 
 def _layout(lengths: tuple[int, ...]) -> str:
     return "packed" if lengths else "dense"
 
 
-def _check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
+def check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
     """Every sequence has the bits in a call of a few chosen ones that it has in the whole call."""
     many, lengths, packed = kda.run(call), call.lengths(), "cu_seqlens" in call.tensors
     for chosen in companies:
@@ -100,17 +68,18 @@ def _check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
             at += rows
 
 
-@requires(Feature.CHUNK, Feature.VARLEN)
-@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
+@requires(Feature.VARLEN)
+@either_function
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
-    """A sequence packed alone has the bits that it has among few and among many others, gradients included."""
+    """FAILURES 28: a sequence alone has the bits that it has among few and among many others, gradients included."""
     # More sequences times heads than any chip has multiprocessors, by which a backend may choose.
-    lengths = (130, 1, *(3,) * 40, 33)
-    fields = {"op": op, "H": 4, "l2norm": True, "backward": op == "chunk_kda"}
-    call = Case(name=f"company {op} {dtype}", T=sum(lengths), lengths=lengths, **PLAIN[dtype] | fields).call()
+    lengths = (130, 1, 40, 8, 9, *(3,) * kda.draws(40), 33)
+    backward = op == "chunk_kda" and kda.declares(Feature.BACKWARD)
+    fields = {"op": op, "H": kda.draws(4), "l2norm": True, "backward": backward}
+    case = Case(name=f"company {op} {dtype}", T=sum(lengths), lengths=lengths, **PLAIN[dtype] | fields)
     last = len(lengths) - 1
-    _check_company(kda, call, [0], [last], [last, 1, 0, 2])
+    check_company(kda, kda.near(case).call(), [0], [2], [last], [last, 1, 0, 5], [3, 0, 4])
 
 
 @requires(Feature.CHUNK, Feature.BATCH_INVARIANT)
@@ -121,14 +90,7 @@ def test_batch_invariant(kda, lengths: tuple[int, ...], dtype: torch.dtype):
     fields = {"lengths": lengths, "T": 200} if lengths else {"B": 4, "T": 130}
     fields |= {"l2norm": True, "backward": True, "options": {"batch_invariant": True}}
     call = Case(name=f"batch invariant {len(lengths)} {dtype}", **PLAIN[dtype] | fields).call()
-    _check_company(kda, call, [0], [3], [3, 1])
-
-
-@requires(Feature.CHUNK, Feature.VARLEN)
-def test_packed_behind_the_end(kda):
-    """FAILURES 9: the output behind the last sequence is zero."""
-    results = kda.check(Case(name="behind the end", T=150, lengths=(30, 40)).call())
-    assert not results["o"][:, 70:].any()
+    check_company(kda, call, [0], [3], [3, 1])
 
 
 @requires(Feature.CHUNK, Feature.VARLEN, Feature.BACKWARD)
@@ -150,31 +112,6 @@ def test_packed_anything_behind_the_end(kda, raw: bool, value: float):
         assert not results[f"d{name}"][:, 71:].any()
 
 
-@requires(Feature.CHUNK, Feature.VARLEN, Feature.OUT)
-def test_packed_behind_the_end_of_out(kda):
-    """FAILURES 9: it is zero in a given buffer that was full of NaN, too."""
-    call = replace(Case(name="behind the end of out", T=150, lengths=(30, 40)).call(), given_out=True)
-    assert not kda.check(call)["o"][:, 70:].any()
-
-
-@requires(Feature.CHUNK, Feature.VARLEN, Feature.INITIAL_STATE)
-def test_packed_empty_sequences(kda):
-    """The state of an empty sequence passes through, bit for bit."""
-    call = Case(name="empty sequences", T=71, lengths=(0, 1, 0, 64, 6, 0), state=FP32).call()
-    results = kda.check(call)
-    for n in (0, 2, 5):
-        assert same_bits(results["final_state"][n], call.tensors["initial_state"][n])
-
-
-@requires(Feature.CHUNK, Feature.VARLEN, Feature.INITIAL_STATE)
-def test_packed_nothing_but_empty_sequences(kda):
-    """Only empty sequences: the output is zero, the states pass through."""
-    call = Case(name="all empty", T=10, lengths=(0, 0), state=FP32).call()
-    results = kda.run(call)
-    assert not results["o"].any()
-    assert same_bits(results["final_state"], call.tensors["initial_state"])
-
-
 @requires(Feature.CHUNK, Feature.VARLEN)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_packed_boundaries_on_both_sides(kda, dtype: torch.dtype):
@@ -183,13 +120,6 @@ def test_packed_boundaries_on_both_sides(kda, dtype: torch.dtype):
     plain = kda.check(call)
     beside = kda.run(call.having(cu_seqlens_cpu=call.tensors["cu_seqlens"].clone()))
     assert same_bits(plain["o"], beside["o"])
-
-
-@requires(Feature.CHUNK, Feature.VARLEN)
-def test_packed_many_sequences(kda):
-    """More sequences than chunks: 200 of lengths 0 to 3."""
-    lengths = tuple(i % 4 for i in range(200))
-    kda.check(Case(name="many sequences", T=sum(lengths), lengths=lengths))
 
 
 @requires(Feature.CHUNK)

@@ -12,7 +12,7 @@ import torch
 
 import kda_core
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires, slow
 
@@ -21,30 +21,61 @@ FUNCTIONS = pytest.mark.parametrize(
     [
         pytest.param("chunk_kda", 70, marks=requires(Feature.CHUNK, Feature.PAGED_STATE), id="chunk"),
         pytest.param("fused_recurrent_kda", 1, marks=requires(Feature.RECURRENT, Feature.PAGED_STATE), id="recurrent"),
+        pytest.param("fused_recurrent_kda", 20, marks=requires(Feature.RECURRENT, Feature.PAGED_STATE), id="prompts"),
     ],
 )
 
 
-def _call(kda, op: str, T: int, N: int = 3, **fields) -> Call:
+def sequences(kda, op: str, T: int, N: int = 3, **fields) -> Call:
     """N sequences of T tokens: a dense batch for decoding, packed ones for prefill; in a dtype that is served."""
-    name = " ".join(["pool", op, *sorted(fields)])
+    name = " ".join(["pool", op, str(T), *sorted(fields)])
     layout = {"T": N * T, "lengths": (T,) * N} if op == "chunk_kda" else {"T": T, "B": N}
     case = Case(name=name, op=op, **({"state": FP32} | layout | fields))
     return kda.near(case, lambda near: near.call().in_pool(torch.arange(N, dtype=torch.int32), N)).call()
 
 
+POOLS = {
+    # name: fields of the case, slots of its three sequences
+    "int32": ({}, indices(4, 0, 2)),
+    "int64": ({}, indices(4, 0, 2, dtype=torch.int64)),
+    "one column": ({}, indices([4], [0], [2])),
+    "a column of a table": ({"strided": frozenset({"ssm_state_indices"})}, indices(4, 0, 2)),
+    "strided": ({"strided": frozenset({"q", "k", "v", "g", "beta", "initial_state"})}, indices(4, 0, 2)),
+    "V first": ({"V": 64, "options": {"state_v_first": True}}, indices(1, 3, 0)),
+    "bfloat16": ({"state": BF16}, indices(1, 3, 0)),
+    "float16": ({"state": FP16}, indices(1, -1, 0)),
+    "float16 V first": ({"state": FP16, "V": 64, "options": {"state_v_first": True}}, indices(1, 3, 0)),
+    "all in kernel": ({"HV": 6, **SOFTPLUS, **BFLOAT16}, indices(1, 3, 0)),
+    # The pool is advanced whether or not the final state is asked for.
+    "no final state": ({"final_state": False}, indices(4, 0, 2)),
+    # No other slot changes, least of all the last.
+    "padding": ({}, indices(-1, 3, -1)),
+    "own padding index": ({"options": {"pad_slot_id": 2}}, indices(2, 4, -3)),
+    "negative padding index": ({"options": {"pad_slot_id": -7}}, indices(-7, 4, -3)),
+    # As vLLM counts: slot 0 is nobody's. It holds NaN here, and keeps it.
+    "null slot": ({"options": {"pad_slot_id": 0}}, indices(0, 4, 0)),
+    "null slot and padding": ({"options": {"pad_slot_id": 0}}, indices(5, -1, 2)),
+    "nothing but padding": ({}, indices(-1, -1, -1)),
+    "padding into out": ({"given_out": True}, indices(-1, 3, 0)),
+}
+
+
 @FUNCTIONS
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_pool(kda, op: str, T: int, dtype: torch.dtype):
-    """FAILURES 12: slots in any order, among slots full of NaN that must be neither read nor written."""
-    kda.check(_call(kda, op, T).in_pool(indices(4, 0, 2, dtype=dtype), 6))
+@pytest.mark.parametrize("name", POOLS)
+def test_pool(kda, op: str, T: int, name: str):
+    """FAILURES 8, 9, 10, 12: slots in any order, among slots full of NaN that must be neither read nor written.
+
+    Sequences at a negative index, or at that of padding, are skipped: their rows are zero.
+    """
+    fields, slots = POOLS[name]
+    kda.check(sequences(kda, op, T, **fields).in_pool(slots, 6))
 
 
 @FUNCTIONS
 @pytest.mark.parametrize("width", [None, 1])
 def test_pool_of_no_sequence(kda, op: str, T: int, width: int | None):
     """A call without sequences, as an idle rank of a server makes it."""
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6)
+    call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 6)
     kda.check(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
     before = tensors["initial_state"].clone()
@@ -61,100 +92,9 @@ def test_pool_of_no_sequence(kda, op: str, T: int, width: int | None):
 
 
 @FUNCTIONS
-def test_pool_v_first(kda, op: str, T: int):
-    """States stored V first, K != V."""
-    kda.check(_call(kda, op, T, V=64, options={"state_v_first": True}).in_pool(indices(1, 3, 0), 5))
-
-
-@FUNCTIONS
-def test_pool_bfloat16(kda, op: str, T: int):
-    """A pool in bfloat16."""
-    kda.check(_call(kda, op, T, state=BF16).in_pool(indices(1, 3, 0), 5))
-
-
-@FUNCTIONS
-def test_pool_all_in_kernel(kda, op: str, T: int):
-    """Half inputs, gate, beta and l2norm in the operator, grouped values."""
-    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 6}
-    kda.check(_call(kda, op, T, **fields).in_pool(indices(1, 3, 0), 5))
-
-
-@FUNCTIONS
-def test_pool_skips_padding(kda, op: str, T: int):
-    """FAILURES 8: indices [-1, 3, -1]: no other slot changes, least of all the last; skipped rows are zero."""
-    call = _call(kda, op, T).in_pool(indices(-1, 3, -1), 6)
-    results = kda.check(call)
-    o = results["o"].reshape(3, T, *results["o"].shape[2:])
-    assert not o[0].any()
-    assert not o[2].any()
-
-
-@FUNCTIONS
-@pytest.mark.parametrize("pad", [2, -7])
-def test_pool_own_padding_index(kda, op: str, T: int, pad: int):
-    """pad_slot_id is skipped, and so is every other negative index."""
-    call = _call(kda, op, T).having(pad_slot_id=pad).in_pool(indices(pad, 4, -3), 6)
-    kda.check(call)
-
-
-@FUNCTIONS
-def test_pool_of_padding_only(kda, op: str, T: int):
-    """Nothing but padding: zero output, no slot touched."""
-    results = kda.run(_call(kda, op, T).in_pool(indices(-1, -1, -1), 2))
-    assert not results["o"].any()
-
-
-@FUNCTIONS
-@requires(Feature.OUT)
-def test_pool_into_out(kda, op: str, T: int):
-    """FAILURES 9: a buffer full of NaN is written in full, padded rows with zero."""
-    call = replace(_call(kda, op, T).in_pool(indices(-1, 3, 0), 6), given_out=True)
-    results = kda.check(call)
-    assert results["o"].isfinite().all()
-
-
-@FUNCTIONS
-def test_pool_strided_indices(kda, op: str, T: int):
-    """FAILURES 10: indices that are a column of a block table."""
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6)
-    kda.check(replace(call, strided=frozenset({"ssm_state_indices"})))
-
-
-@FUNCTIONS
-@requires(Feature.STRIDED_INPUT)
-def test_pool_strided_everything(kda, op: str, T: int):
-    """FAILURES 10: strided q, beta and pool."""
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6)
-    kda.check(replace(call, strided=frozenset({"q", "k", "v", "g", "beta", "initial_state"})))
-
-
-@FUNCTIONS
-def test_pool_single_column(kda, op: str, T: int):
-    """Indices [N, 1]."""
-    kda.check(_call(kda, op, T).in_pool(indices(4, 0, 2)[:, None], 6))
-
-
-@FUNCTIONS
-def test_pool_without_final_state(kda, op: str, T: int):
-    """The pool is advanced whether or not the final state is asked for."""
-    kda.check(_call(kda, op, T, final_state=False).in_pool(indices(4, 0, 2), 6))
-
-
-@FUNCTIONS
-def test_pool_fresh_sequence_in_a_used_slot(kda, op: str, T: int):
-    """FAILURES 12: a slot's content before its sequence's state was set has no effect."""
-    call = _call(kda, op, T)
-    clean = call.in_pool(indices(1, 0, 2), 3)
-    dirty = call.in_pool(indices(1, 0, 2), 8)
-    first, second = kda.run(clean), kda.run(dirty)
-    assert same_bits(first["o"], second["o"])
-    assert same_bits(first["final_state"], second["final_state"])
-
-
-@FUNCTIONS
 def test_pool_repeats(kda, op: str, T: int):
     """Calls in place are right from the first one on, and equal bit for bit from equal pools."""
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6)
+    call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 6)
     first = kda.check(call)
     for _ in range(3):
         again = kda.run(call)
@@ -167,7 +107,7 @@ def test_pool_in_a_graph_with_other_slots(kda, op: str, T: int):
     """FAILURES 13: a call captured in a graph and replayed with other indices does what a new call does."""
     if kda.device.type != "cuda":
         pytest.skip(f"torch has no graphs for {kda.device.type}")
-    call = replace(_call(kda, op, T).in_pool(indices(4, 0, 2), 6), given_out=True)
+    call = replace(sequences(kda, op, T).in_pool(indices(4, 0, 2), 6), given_out=True)
     kda.check(call)  # compile what the first call compiles
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items() if n != "cu_seqlens_cpu"}
     tensors |= {n: t for n, t in call.tensors.items() if n == "cu_seqlens_cpu"}
@@ -193,18 +133,11 @@ def test_pool_in_a_graph_with_other_slots(kda, op: str, T: int):
 @requires(Feature.CHUNK, Feature.RECURRENT, Feature.PAGED_STATE)
 def test_pool_from_prefill_to_decoding(kda):
     """Prefill two sequences, then decode both for a few steps, out of order, as a server does."""
-    call = _call(kda, "chunk_kda", 70, N=2).in_pool(indices(2, 1), 4)
+    call = sequences(kda, "chunk_kda", 70, N=2).in_pool(indices(2, 1), 4)
     pool = kda.check(call)["pool"]
-    step = _call(kda, "fused_recurrent_kda", 1, N=2)
+    step = sequences(kda, "fused_recurrent_kda", 1, N=2)
     for order in ((1, 2), (2, 1), (1, 2)):
         pool = kda.check(step.having(initial_state=pool, ssm_state_indices=indices(*order)))["pool"]
-
-
-@requires(Feature.CHUNK, Feature.PAGED_STATE)
-def test_pool_empty_sequence(kda):
-    """A sequence without tokens leaves its slot as it is, bit for bit."""
-    call = Case(name="empty in a pool", T=40, lengths=(20, 0, 20), state=FP32).call()
-    kda.check(call.in_pool(indices(1, 4, 0), 5))
 
 
 FIRST_CALL = """
@@ -212,12 +145,12 @@ import sys
 import torch
 from kda_core.testing.inputs import indices
 from kda_core.testing.subject import Subject
-from kda_core.testing.suite.test_paged_pool import _call
+from kda_core.testing.suite.test_paged_pool import sequences
 from kda_core.testing.targets import Target
 
 backend, device, op, T = sys.argv[1:]
 subject = Subject(Target(backend, torch.device(device)))
-subject.check(_call(subject, op, int(T)).in_pool(indices(4, 0, 2), 6))
+subject.check(sequences(subject, op, int(T)).in_pool(indices(4, 0, 2), 6))
 """
 
 
@@ -225,7 +158,7 @@ subject.check(_call(subject, op, int(T)).in_pool(indices(4, 0, 2), 6))
 @FUNCTIONS
 def test_pool_at_the_first_call_of_a_process(kda, op: str, T: int, tmp_path):
     """FAILURES 22: the first call, which may compile and tune, advances the pool once."""
-    kda.check(_call(kda, op, T).in_pool(indices(4, 0, 2), 6))
+    kda.check(sequences(kda, op, T).in_pool(indices(4, 0, 2), 6))
     if not any(entry.name == kda.name and entry.distribution for entry in kda_core.backends()):
         pytest.skip("the backend was registered by hand: another process does not have it")
     # In an empty folder and with this process's path: no file of the working folder takes a module's place.

@@ -3,64 +3,119 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
-from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
+from kda_core.testing.cases import BF16, FP32, FP64, Case
 from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires
+from kda_core.testing.suite import test_paged_pool, test_spec_decode
+from kda_core.testing.suite.test_paged_pool import FUNCTIONS
+from kda_core.testing.suite.test_spec_decode import SPEC
 
-FUNCTIONS = pytest.mark.parametrize(
-    ("op", "T"),
-    [
-        pytest.param("chunk_kda", 70, marks=requires(Feature.CHUNK, Feature.PAGED_STATE), id="chunk"),
-        pytest.param("fused_recurrent_kda", 1, marks=requires(Feature.RECURRENT, Feature.PAGED_STATE), id="recurrent"),
-        pytest.param("fused_recurrent_kda", 20, marks=requires(Feature.RECURRENT, Feature.PAGED_STATE), id="prompts"),
-    ],
-)
-DRAFTS = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
 FRESH = requires(Feature.HAS_INITIAL_STATE)
 KEPT = requires(Feature.NO_STATE_UPDATE)
 CHECKPOINTS = requires(Feature.CHUNK, Feature.PAGED_STATE, Feature.CHECKPOINTS)
 ELSEWHERE = requires(Feature.FINAL_STATE_INDICES)
 
 
-def _call(kda, op: str, T: int, N: int = 3, **fields) -> Call:
-    """N sequences of T tokens: packed for ``chunk_kda``; in a dtype that is served, without a final state."""
-    name = " ".join(["pool options", op, str(T), *sorted(fields)])
-    layout = {"T": N * T, "lengths": (T,) * N} if op == "chunk_kda" else {"T": T, "B": N}
-    case = Case(name=name, op=op, **({"state": FP32, "final_state": False} | layout | fields))
-    return kda.near(case, lambda near: near.call().in_pool(torch.arange(N, dtype=torch.int32), N)).call()
-
-
-def _draft(kda, **fields) -> Call:
-    """Three requests of three tokens that have a slot each."""
-    name = " ".join(["pool options, draft", *sorted(fields)])
-    case = Case(name=name, op="fused_recurrent_kda", B=3, T=3, state=FP32, final_state=False).having(**fields)
-    slots = torch.arange(9, dtype=torch.int32).view(3, 3)
-    return kda.near(case, lambda near: near.call().in_pool(slots, 9)).call()
+# The states are asked for only where a test says so: the pool is what is looked at.
+sequences = partial(test_paged_pool.sequences, final_state=False)
+draft = partial(test_spec_decode.draft, final_state=False)
 
 
 def _flags(*given: bool) -> torch.Tensor:
     return torch.tensor(given)
 
 
+MIDDLE = {"has_initial_state": _flags(False, True, False)}
+"""The others start from zero, whatever their slots hold (NaN here)."""
+V_FIRST = {"V": 64, "options": {"state_v_first": True}}
+STRIDED = frozenset({"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"})
+
+CALLS = {
+    # name: fields of the case, further arguments, slots that are read, arguments of ``written_elsewhere``
+    "fresh": ({}, MIDDLE, (4, 0, 2), None),
+    "fresh and skipped": (
+        {"state": BF16, "strided": frozenset({"has_initial_state"}), **V_FIRST},
+        {"has_initial_state": _flags(False, False, True)}, (-1, 3, 0), None,
+    ),
+    # A sequence that starts from zero leaves its slot as it was, ...
+    "fresh, outputs alone": ({}, MIDDLE | {"update_state": False}, (4, 0, 2), None),
+    # ... and this one the slot that it does not read.
+    "fresh, elsewhere": ({}, MIDDLE, (4, 0, 2), (indices(6, 7, 3),)),
+    # Two sequences may read one slot: copy on write.
+    "elsewhere": ({}, {}, (4, 4, 2), (indices(0, 7, 3),)),
+    "elsewhere, a column": ({}, {}, (4, 4, 2), (indices([0], [-1], [3]),)),
+    # A null slot drops a state that would be written, and skips a row that would read it.
+    "elsewhere, null slot": ({}, {"pad_slot_id": 0}, (4, 4, 0), (indices(0, 1, 2),)),
+    "another pool, null slot": ({}, {"pad_slot_id": 0}, (4, 4, 0), (indices(0, 1, 2), 4)),
+    # Slots of both pools may have the same numbers, and dtypes may differ.
+    "another pool": ({"final_state": True}, {}, (4, -1, 4), (indices(4, 0, 1), 5)),
+    "another pool in bfloat16": (V_FIRST, {}, (4, 0, 2), (indices(1, 3, 0), 4, BF16)),
+    "another pool in float32": ({"state": BF16, **V_FIRST}, {}, (4, 0, 2), (indices(1, 3, 0), 4, FP32)),
+    "another pool, strided": ({"strided": STRIDED}, {}, (4, 0, 2), (indices(3, 1, 4), 5)),
+}  # fmt: skip
+
+
 @FUNCTIONS
-@FRESH
-def test_fresh_sequences(kda, op: str, T: int):
-    """False starts from zero, whatever the slot holds (NaN here); the slot is written as usual."""
-    call = _call(kda, op, T).having(has_initial_state=_flags(False, True, False))
-    kda.check(call.in_pool(indices(4, 0, 2), 6))
+@pytest.mark.parametrize("name", CALLS)
+def test_pool_as_of_a_server(kda, op: str, T: int, name: str):
+    """Right results in the slots that are written; all others stay as they were, bit for bit."""
+    fields, arguments, slots, elsewhere = CALLS[name]
+    call = sequences(kda, op, T, **fields).having(**arguments).in_pool(indices(*slots), 8)
+    kda.check(call if elsewhere is None else call.written_elsewhere(*elsewhere))
+
+
+@requires(Feature.CHUNK, Feature.PAGED_STATE)
+@pytest.mark.parametrize("name", ["plain", "fresh", "elsewhere"])
+def test_pool_empty_sequence(kda, name: str):
+    """A sequence without tokens writes nothing, bit for bit: its slot keeps what it held, and no copy is made of it."""
+    call = Case(name="empty in a pool", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
+    if name == "fresh":
+        call = call.having(has_initial_state=_flags(True, False, False))
+    for empty in (call, call.decoding()):
+        pooled = empty.in_pool(indices(1, 4, 0), 8)
+        kda.check(pooled.written_elsewhere(indices(5, 6, 7)) if name == "elsewhere" else pooled)
+
+
+TABLE = indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
+DRAFTS = {
+    # name: further arguments, slots that are read, accepted tokens, arguments of ``written_elsewhere``
+    # A draft that starts from zero does not read the slot of its last accepted token.
+    "fresh": (
+        {"has_initial_state": _flags(True, False, False)}, indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), (2, 1, 3), None
+    ),
+    # No slot of the table is written; they need not differ.
+    "outputs alone": ({"update_state": False}, indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), (2, 1, 3), None),
+    # From a committed pool into a buffer of the states after every token, which may have another dtype.
+    "elsewhere": ({}, indices(2, -1, 2), None, (TABLE, 10)),
+    "elsewhere in bfloat16": ({}, indices(2, -1, 2), None, (TABLE, 10, BF16)),
+    # A slot for every token is read as well: the last accepted one.
+    "from drafts": ({}, indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), (3, 1, 2), (TABLE + 9,)),
+    "from drafts, last states": ({}, indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), (3, 1, 2), (indices(9, 12, -1),)),
+}  # fmt: skip
+
+
+@SPEC
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_as_of_a_server(kda, name: str):
+    """The same for drafts with a slot for every token."""
+    arguments, slots, accepted, elsewhere = DRAFTS[name]
+    counts = None if accepted is None else indices(*accepted)
+    call = draft(kda).having(**arguments).in_pool(slots, 20, counts)
+    kda.check(call if elsewhere is None else call.written_elsewhere(*elsewhere))
 
 
 @FUNCTIONS
 @FRESH
 def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
     """As servers do it without has_initial_state: they zero the slot first."""
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6)
+    call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 6)
     pool = call.tensors["initial_state"].clone()
     pool[4] = 0
     expected = kda.run(call.having(initial_state=pool))
@@ -69,79 +124,24 @@ def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
 
 
 @FUNCTIONS
-@FRESH
-def test_fresh_sequences_in_a_bfloat16_pool(kda, op: str, T: int):
-    """V first, a bfloat16 pool, flags that are a column of a matrix, and a sequence that is skipped as well."""
-    call = _call(kda, op, T, state=BF16, V=64, options={"state_v_first": True})
-    call = call.having(has_initial_state=_flags(False, False, True)).in_pool(indices(-1, 3, 0), 5)
-    kda.check(replace(call, strided=call.strided | {"has_initial_state"}))
-
-
-@requires(Feature.CHUNK, Feature.PAGED_STATE)
-@FRESH
-def test_fresh_sequence_without_tokens(kda):
-    """It writes nothing: its slot keeps what it held (NaN here), bit for bit."""
-    call = Case(name="fresh and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
-    call = call.having(has_initial_state=_flags(True, False, False))
-    kda.check(call.in_pool(indices(1, 4, 0), 5))
-    kda.check(call.decoding().in_pool(indices(1, 4, 0), 5))
-
-
-@DRAFTS
-@FRESH
-def test_fresh_drafts(kda):
-    """A draft that starts from zero does not read the slot of its last accepted token."""
-    call = _draft(kda).having(has_initial_state=_flags(True, False, False))
-    counts = indices(2, 1, 3)
-    kda.check(call.in_pool(indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), 11, counts))
-
-
-@FUNCTIONS
 @KEPT
 def test_outputs_alone(kda, op: str, T: int):
     """update_state=False: the pool stays as it was, bit for bit; two sequences may read one slot."""
-    call = _call(kda, op, T).having(update_state=False)
+    call = sequences(kda, op, T).having(update_state=False)
     kda.check(call.in_pool(indices(4, -1, 2), 6))
     call = call.in_pool(indices(4, 4, 2), 6)
     pool = call.tensors["initial_state"].nan_to_num(0.25)
-    expected = kda.run(_call(kda, op, T).in_pool(indices(4, 0, 2), 6).having(initial_state=pool))
+    expected = kda.run(sequences(kda, op, T).in_pool(indices(4, 0, 2), 6).having(initial_state=pool))
     found = kda.check(call.having(initial_state=pool))
     tokens = found["o"].reshape(3, T, *found["o"].shape[2:])
     assert same_bits(tokens[::2], expected["o"].reshape(tokens.shape)[::2])
-
-
-@DRAFTS
-@KEPT
-def test_outputs_of_drafts_alone(kda):
-    """No slot of the table is written; they need not differ."""
-    call = _draft(kda).having(update_state=False)
-    counts = indices(2, 1, 3)
-    kda.check(call.in_pool(indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), 11, counts))
-
-
-@FUNCTIONS
-@FRESH
-@KEPT
-def test_outputs_of_fresh_sequences_alone(kda, op: str, T: int):
-    """Both: a sequence that starts from zero leaves its slot as it was."""
-    call = _call(kda, op, T).having(update_state=False, has_initial_state=_flags(False, True, False))
-    kda.check(call.in_pool(indices(4, 0, 2), 6))
-
-
-@FUNCTIONS
-@ELSEWHERE
-def test_written_elsewhere(kda, op: str, T: int):
-    """Slots that are read stay as they were, bit for bit, and two sequences may read one: copy on write."""
-    call = _call(kda, op, T).in_pool(indices(4, 4, 2), 8)
-    kda.check(call.written_elsewhere(indices(0, 7, 3)))
-    kda.check(call.written_elsewhere(indices(0, -1, 3)[:, None]))
 
 
 @FUNCTIONS
 @ELSEWHERE
 def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
     """As servers do it without final_state_indices: they copy the slot first."""
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 8)
+    call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 8)
     copied = call.tensors["initial_state"][[0, 1, 2, 3, 4, 4, 0, 7]]
     expected = kda.run(call.having(initial_state=copied, ssm_state_indices=indices(5, 6, 2)))
     found = kda.run(call.written_elsewhere(indices(5, 6, 2)))
@@ -150,64 +150,11 @@ def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
 
 @FUNCTIONS
 @ELSEWHERE
-def test_written_to_another_pool(kda, op: str, T: int):
-    """The pool that is read stays as it was; slots of both may have the same numbers, and dtypes may differ."""
-    call = _call(kda, op, T, final_state=True).in_pool(indices(4, -1, 4), 6)
-    kda.check(call.written_elsewhere(indices(4, 0, 1), 5))
-    for state, written in ((FP32, BF16), (BF16, FP32)):
-        call = _call(kda, op, T, V=64, state=state, options={"state_v_first": True}).in_pool(indices(4, 0, 2), 6)
-        kda.check(call.written_elsewhere(indices(1, 3, 0), 4, written))
-
-
-@FUNCTIONS
-@ELSEWHERE
-def test_written_elsewhere_strided(kda, op: str, T: int):
-    """Both tables are columns of block tables, both pools slices of wider ones."""
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 6).written_elsewhere(indices(3, 1, 4), 5)
-    names = {"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"}
-    kda.check(replace(call, strided=frozenset(names)))
-
-
-@FUNCTIONS
-@ELSEWHERE
-@FRESH
-def test_fresh_sequences_written_elsewhere(kda, op: str, T: int):
-    """Both: a sequence that starts from zero leaves the slot that it does not read as it was."""
-    call = _call(kda, op, T).having(has_initial_state=_flags(False, True, False)).in_pool(indices(4, 0, 2), 8)
-    kda.check(call.written_elsewhere(indices(6, 7, 3)))
-
-
-@requires(Feature.CHUNK, Feature.PAGED_STATE)
-@ELSEWHERE
-def test_written_elsewhere_without_tokens(kda):
-    """A sequence without tokens writes nothing: no copy of what it starts from."""
-    call = Case(name="elsewhere and empty", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
-    for empty in (call, call.decoding()):
-        kda.check(empty.in_pool(indices(1, 4, 0), 8).written_elsewhere(indices(5, 6, 7)))
-
-
-@DRAFTS
-@ELSEWHERE
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-def test_drafts_written_elsewhere(kda, dtype: torch.dtype):
-    """From a committed pool into a buffer of the states after every token, which may have another dtype."""
-    table = indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
-    call = _draft(kda).in_pool(indices(2, -1, 2), 4)
-    kda.check(call.written_elsewhere(table, 10, dtype))
-    # A slot for every token is read as well: the last accepted one.
-    counts = indices(3, 1, 2)
-    call = _draft(kda).in_pool(indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), 20, counts)
-    kda.check(call.written_elsewhere(table + 9))
-    kda.check(call.written_elsewhere(indices(9, 12, -1)))
-
-
-@FUNCTIONS
-@ELSEWHERE
 def test_what_may_not_be_written(kda, op: str, T: int):
     """A slot that another sequence reads or writes, or past the pool: refused on the CPU, and nothing is written."""
     if kda.device.type != "cpu":
         pytest.skip("values on a device are not read back")
-    call = _call(kda, op, T).in_pool(indices(4, 0, 2), 8)
+    call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 8)
     kda.run(call.written_elsewhere(indices(5, 6, 7)))
     for slots in ((0, 6, 7), (5, 5, 7), (5, 6, 8)):
         tensors = {n: t.clone() for n, t in call.written_elsewhere(indices(*slots)).tensors.items()}
@@ -232,61 +179,18 @@ def test_index_past_the_pool(kda, op: str, T: int, far: int):
     """It counts as padding where no check can read it: no memory outside of the pool is read or written."""
     if kda.device.type == "cpu" and not kda.target.interpreted:
         pytest.skip("indices on the CPU are checked before any backend sees them")
-    call = _call(kda, op, T).in_pool(indices(4, -1, 2), 6)
-    elsewhere = _call(kda, op, T).in_pool(indices(4, 0, 2), 9).written_elsewhere(indices(3, -1, 1), 6)
+    call = sequences(kda, op, T).in_pool(indices(4, -1, 2), 6)
+    elsewhere = sequences(kda, op, T).in_pool(indices(4, 0, 2), 9).written_elsewhere(indices(3, -1, 1), 6)
     calls = [(call, "ssm_state_indices", 1), (elsewhere, "final_state_indices", 1)]
     if T == 1:
         table = indices([4, 1, -1], [0, 5, 3], [-1, 2, 2])
-        calls += [(_draft(kda).in_pool(table, 6), "ssm_state_indices", 2)]
-        calls += [(_draft(kda).in_pool(indices(2, 0, 1), 9).written_elsewhere(table, 6), "final_state_indices", 2)]
+        calls += [(draft(kda).in_pool(table, 6), "ssm_state_indices", 2)]
+        calls += [(draft(kda).in_pool(indices(2, 0, 1), 9).written_elsewhere(table, 6), "final_state_indices", 2)]
     for padded, name, dims in calls:
         slots = padded.tensors[name]
         assert slots.dim() == dims
         found = _computed(kda, padded.having(**{name: torch.where(slots < 0, far, slots)}))
         assert all(map(same_bits, found, _computed(kda, padded)))
-
-
-@FUNCTIONS
-def test_null_slot(kda, op: str, T: int):
-    """pad_slot_id=0, as vLLM counts: slot 0 is nobody's. It holds NaN here, and keeps it."""
-    call = _call(kda, op, T).having(pad_slot_id=0)
-    results = kda.check(call.in_pool(indices(0, 4, 0), 6))
-    assert not results["o"].reshape(3, -1)[::2].any()
-    kda.check(call.in_pool(indices(5, -1, 2), 6))
-
-
-@FUNCTIONS
-@ELSEWHERE
-def test_null_slot_written_elsewhere(kda, op: str, T: int):
-    """It drops a state that would be written, and skips a row that would read it."""
-    call = _call(kda, op, T).having(pad_slot_id=0).in_pool(indices(4, 4, 0), 6)
-    kda.check(call.written_elsewhere(indices(0, 1, 2)))
-    kda.check(call.written_elsewhere(indices(0, 1, 2), 4))
-
-
-@FUNCTIONS
-@requires(Feature.FP16_STATE)
-def test_pool_float16(kda, op: str, T: int):
-    """A pool in float16, in both layouts."""
-    kda.check(_call(kda, op, T, state=FP16).in_pool(indices(1, -1, 0), 5))
-    kda.check(_call(kda, op, T, state=FP16, V=64, options={"state_v_first": True}).in_pool(indices(1, 3, 0), 5))
-
-
-@DRAFTS
-@requires(Feature.FP16_STATE)
-def test_drafts_in_a_float16_pool(kda):
-    """Half inputs and a float16 pool; then states in another dtype."""
-    table = indices([8, 1, 2], [0, 4, 9], [6, 3, 7])
-    kda.check(_draft(kda, state=FP16, dtype=FP16, gate_dtype=FP16).in_pool(table, 10, torch.tensor([2, 1, 3])))
-
-
-@DRAFTS
-def test_null_slot_in_drafts(kda):
-    """In later tokens, too: their states are dropped."""
-    call = _draft(kda).having(pad_slot_id=0)
-    table = indices([8, 0, 2], [0, 4, 9], [6, 3, 0])
-    kda.check(call.in_pool(table, 10))
-    kda.check(call.in_pool(table, 10, indices(1, 2, 3)))
 
 
 def _kept(call: Call, table: torch.Tensor, every: int, slots: int = 0, dtype: torch.dtype | None = None) -> Call:

@@ -1,17 +1,18 @@
 """Random calls: shapes, packing, strides and options drawn together, against the oracle.
 
-Every test has parts, which can run in parallel. A part draws a few kinds of calls, and several calls of each kind. A
+Every name has parts, which can run in parallel. A part draws a few kinds of calls, and several calls of each kind. A
 kind fixes all that a backend may compile for (dtypes, head dimensions, heads, arguments, options), because compiling
 takes most of the time on a device; lengths and values differ from call to call.
 
 Draws are the same for every backend and every version of every package: Python's own generator makes them, seeded by
-the names of the test, part, kind and call. Failing calls are not shrunk: they are small, and a device would have to
+the names of the draw, part, kind and call. Failing calls are not shrunk: they are small, and a device would have to
 compile every smaller one.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,21 +25,35 @@ from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.marks import requires, slow
 from kda_core.testing.nearby import Build
-from kda_core.testing.subject import Subject, refusal_of
+from kda_core.testing.subject import refusal_of
 
 DIMENSIONS = (1, 3, 8, 16, 20, 33, 64, 128)
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 """Lengths at the edges of tiles and chunks; half of all sequences have one of them."""
 
 
-# How many kinds of calls a part draws, and how many calls of each.
-FAST = (1, 6)
-BACKWARD = (1, 4)
-THOROUGH = (2, 6)
-THOROUGH_BACKWARD = (2, 5)
+CHUNK, RECURRENT, POOLED = {"op": "chunk_kda"}, {"op": "fused_recurrent_kda"}, {"pooled": True}
 
-in_parts = pytest.mark.parametrize("part", range(5))
-in_many_parts = pytest.mark.parametrize("part", range(30))
+RANDOM: dict[str, tuple[tuple[Feature, ...], tuple[int, int], dict[str, Any]]] = {
+    # name: what it is about, how many kinds of calls a part draws and how many calls of each, fields of ``drawn``
+    "forward": ((Feature.CHUNK,), (1, 6), CHUNK | {"max_tokens": 100}),
+    "backward": ((Feature.CHUNK, Feature.BACKWARD), (1, 4), CHUNK | {"max_tokens": 70, "backward": True}),
+    "recurrent": ((Feature.RECURRENT,), (1, 6), RECURRENT | {"max_tokens": 12}),
+    # In place, with intermediate states or without.
+    "pool": ((Feature.CHUNK, Feature.PAGED_STATE), (1, 6), CHUNK | {"max_tokens": 100} | POOLED),
+    # Drafts are among them.
+    "recurrent pool": ((Feature.RECURRENT, Feature.PAGED_STATE), (1, 6), RECURRENT | {"max_tokens": 12} | POOLED),
+    "forward, thorough": ((Feature.CHUNK,), (2, 6), CHUNK | {"max_tokens": 300}),
+    "backward, thorough": ((Feature.CHUNK, Feature.BACKWARD), (2, 5), CHUNK | {"max_tokens": 150, "backward": True}),
+}
+
+
+def _parts() -> Iterator[Any]:
+    """The name and number of every part; thorough ones are slow tests."""
+    for name, (features, _, _) in RANDOM.items():
+        is_slow = name.endswith("thorough")
+        marks = [requires(*features), *([slow] if is_slow else [])]
+        yield from (pytest.param(name, part, marks=marks) for part in range(30 if is_slow else 5))
 
 
 def _often(rng: random.Random, share: float) -> bool:
@@ -163,7 +178,7 @@ def _pooled(rng: random.Random, call: Call, case: Case) -> Call:
 def drawn(
     name: str, part: int, of: int, number: int, *, max_tokens: int, pooled: bool = False, **kinds: Any
 ) -> tuple[Case, Build]:
-    """Call ``number`` of kind ``of`` in part ``part`` of the test ``name``: its case, and what makes its call."""
+    """Call ``number`` of kind ``of`` in part ``part`` of ``name``: its case, and what makes its call."""
     case = kind(random.Random(f"{name} {part} {of}"), pooled=pooled, **kinds)
     rng = random.Random(f"{name} {part} {of} {number}")
     case = _of_kind(rng, case, f"random {name} {part}.{of}.{number}", max_tokens)
@@ -177,65 +192,16 @@ def drawn(
     return case, build
 
 
-def _check_part(kda: Subject, name: str, part: int, draws: tuple[int, int], **kinds: Any) -> None:
-    """Check the calls that a part of a test draws: the first of every kind, then the second of every kind, ...
+@pytest.mark.parametrize(("name", "part"), [*_parts()])
+def test_random(kda, name: str, part: int):
+    """The calls that a part draws: the first of every kind, then the second of every kind, ...
 
     A backend refuses calls that it does not declare; ``run`` compares the reasons. It may reject combinations of
     declared features, unless it declares every feature.
     """
-    numbers = [(of, number) for number in range(draws[1]) for of in range(draws[0])]
+    _, (kinds, calls), fields = RANDOM[name]
+    numbers = [(of, number) for number in range(calls) for of in range(kinds)]
     for of, number in numbers[: kda.draws(len(numbers))]:
-        case, build = drawn(name, part, of, number, **kinds)
+        case, build = drawn(name, part, of, number, **fields)
         refusal = refusal_of(partial(kda.check, case, build))
         assert refusal is None or refusal.status != "rejected" or not kda.is_complete, f"{case.name}: {refusal}"
-
-
-@in_parts
-@requires(Feature.CHUNK)
-def test_random_forward(kda, part: int):
-    """Forward of chunk_kda."""
-    _check_part(kda, "forward", part, FAST, op="chunk_kda", max_tokens=100)
-
-
-@in_parts
-@requires(Feature.CHUNK, Feature.BACKWARD)
-def test_random_backward(kda, part: int):
-    """Gradients of chunk_kda."""
-    _check_part(kda, "backward", part, BACKWARD, op="chunk_kda", max_tokens=70, backward=True)
-
-
-@in_parts
-@requires(Feature.RECURRENT)
-def test_random_recurrent(kda, part: int):
-    """Forward of fused_recurrent_kda."""
-    _check_part(kda, "recurrent", part, FAST, op="fused_recurrent_kda", max_tokens=12)
-
-
-@in_parts
-@requires(Feature.CHUNK, Feature.PAGED_STATE)
-def test_random_pool(kda, part: int):
-    """Forward of chunk_kda in place, with intermediate states or without."""
-    _check_part(kda, "pool", part, FAST, op="chunk_kda", max_tokens=100, pooled=True)
-
-
-@in_parts
-@requires(Feature.RECURRENT, Feature.PAGED_STATE)
-def test_random_pool_recurrent(kda, part: int):
-    """Decoding in place, drafts among it."""
-    _check_part(kda, "recurrent pool", part, FAST, op="fused_recurrent_kda", max_tokens=12, pooled=True)
-
-
-@slow
-@in_many_parts
-@requires(Feature.CHUNK)
-def test_random_forward_thorough(kda, part: int):
-    """Forward of chunk_kda, many more."""
-    _check_part(kda, "forward, thorough", part, THOROUGH, op="chunk_kda", max_tokens=300)
-
-
-@slow
-@in_many_parts
-@requires(Feature.CHUNK, Feature.BACKWARD)
-def test_random_backward_thorough(kda, part: int):
-    """Gradients of chunk_kda, many more."""
-    _check_part(kda, "backward, thorough", part, THOROUGH_BACKWARD, op="chunk_kda", max_tokens=150, backward=True)

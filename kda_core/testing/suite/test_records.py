@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 import kda_core
+from kda_core._plugins import registry
 from kda_core.capabilities import Feature
+from kda_core.request import CommitRequest
 from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.inputs import Call, guards, indices, placed, same_bits
 from kda_core.testing.marks import requires
@@ -30,24 +30,59 @@ def draft(kda: Subject, slots: Tensor, T: int = 4, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(slots, SLOTS)).call().in_pool(slots, SLOTS)
 
 
+def _arguments(kda: Subject, call: Call, records: Tensor, counts: Tensor, **changes) -> dict[str, Tensor]:
+    """The tensors of a commit into a call's pool, on the device."""
+    given = {
+        "pool": call.tensors["initial_state"], "records": records, "num_accepted": counts,
+        "state_indices": call.tensors["ssm_state_indices"], "cu_seqlens": call.tensors.get("cu_seqlens"),
+    } | changes  # fmt: skip
+    return {n: placed(t, kda.device) for n, t in given.items() if t is not None}
+
+
+def commit_unchecked(kda: Subject, call: Call, records: Tensor, counts: Tensor, **changes) -> Tensor:
+    """The pool after a commit whose numbers nobody has checked, as on a device."""
+    request = CommitRequest(**_arguments(kda, call, records, counts, **changes))
+    registry.named(kda.name).call("kda_core_commit", request=request)
+    return request.pool.cpu()
+
+
 def commit(kda: Subject, call: Call, records: Tensor, counts: Tensor, pool: Tensor | None = None, **changes) -> Tensor:
     """The pool after a commit; nothing else is written, nor a slot of no accepted token."""
     pool = call.tensors["initial_state"] if pool is None else pool
-    given = {
-        "pool": pool, "records": records, "num_accepted": counts, "state_indices": call.tensors["ssm_state_indices"],
-        "cu_seqlens": call.tensors.get("cu_seqlens"),
-    } | changes  # fmt: skip
-    tensors = {n: placed(t, kda.device) for n, t in given.items() if t is not None}
+    tensors = _arguments(kda, call, records, counts, pool=pool, **changes)
     before = {n: guards(t).clone() for n, t in tensors.items()}
     options = {n: call.options[n] for n in ("state_v_first", "pad_slot_id") if n in call.options}
     kda_core.commit_kda(**tensors, **options, backend=kda.name)
     for name, t in tensors.items():
         assert name == "pool" or torch.equal(guards(t), before[name]), name
     found = tensors["pool"].cpu()
-    slots = given["state_indices"].tolist()
+    slots = tensors["state_indices"].tolist()
     kept = set(range(len(pool))) - {s for s, c in zip(slots, counts.tolist(), strict=True) if s >= 0 and c > 0}
     assert same_bits(found[sorted(kept)], pool[sorted(kept)])
     return found
+
+
+def expect_commit_and_draft(kda: Subject, call: Call, earlier: Tensor, counts: Tensor, **path: Tensor) -> None:
+    """A draft that begins with a commit has the bits of the two calls, and writes nothing else."""
+    pool = commit(kda, call, earlier, counts, **path)
+    expected = kda.run(call.having(initial_state=pool))
+    given = call.tensors | {"commit": earlier, "num_committed": counts} | {f"commit_{n}": t for n, t in path.items()}
+    tensors = {n: placed(t, kda.device) for n, t in given.items()}
+    before = {n: guards(t).clone() for n, t in tensors.items()}
+    o, _ = call(tensors, kda.name)
+    assert same_bits(o.cpu(), expected["o"])
+    assert same_bits(tensors["records"].cpu(), expected["records"])
+    assert same_bits(tensors["initial_state"].cpu(), pool)
+    kda.expect_untouched(before, tensors, frozenset({"records", "initial_state"}))
+
+
+def expect_refused(kda: Subject, call: Call, tensors: dict[str, Tensor], wrong: list[tuple[str, dict]]) -> None:
+    """Each of these changes to a call raises an error that names the argument; None takes one out."""
+    for name, changes in wrong:
+        given = {n: t for n, t in (tensors | changes).items() if isinstance(t, Tensor)}
+        options = {n: x for n, x in changes.items() if isinstance(x, int)}
+        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
+            call.having(**options)(given, kda.name)
 
 
 def _states(kda: Subject, call: Call) -> tuple[Tensor, Tensor]:
@@ -60,8 +95,8 @@ def _states(kda: Subject, call: Call) -> tuple[Tensor, Tensor]:
 def _expect(kda: Subject, call: Call, got: Tensor, expected: Tensor, what: str) -> None:
     """One state has the bits of another; the oracle, which computes in float64 and records in float32, nearly so."""
     if kda.name == "reference":
-        last = replace(call, tensors=call.tensors | {"ssm_state_indices": call.tensors["ssm_state_indices"]})
-        kda.expect(last.having(records=None, update_state=None), "final_state", got[None], expected[None], what)
+        last = call.having(records=None, update_state=None)
+        kda.expect(last, "final_state", got[None], expected[None], what)
     else:
         assert same_bits(got, expected), what
 
@@ -90,7 +125,7 @@ def test_commit_has_the_bits_of_the_states_of_tokens(kda, fields: dict):
     o, states = _states(kda, call)
     results = kda.check(call.recorded())
     assert same_bits(results["o"], o)
-    assert not results["records"][call.recorded_rows()].isnan().any()
+    assert not results["records"][call.computed_rows()].isnan().any()
     lengths = call.lengths()
     for most in range(max(lengths) + 1):
         counts = torch.tensor([min(most, lengths[0]), min(max(most - 1, 0), lengths[1]), lengths[2]])
@@ -158,7 +193,7 @@ def test_commit_into_another_pool(kda):
     assert same_bits(found[[2, 0]], expected[[4, 2]])
 
 
-def _device_alone(kda) -> None:
+def needs_unchecked_values(kda) -> None:
     if kda.device.type == "cpu" and not kda.target.interpreted:
         pytest.skip("values on the CPU are checked before any backend sees them")
 
@@ -167,22 +202,14 @@ def _device_alone(kda) -> None:
 @pytest.mark.parametrize("lengths", [(), (3, 1, 4)], ids=["dense", "packed"])
 def test_values_out_of_range_where_nothing_reads_them(kda, lengths):
     """Counts are clamped, slots past the pool are skipped: no memory outside of the tensors is read or written."""
-    _device_alone(kda)
+    needs_unchecked_values(kda)
     call = draft(kda, indices(4, 0, 2), lengths=lengths)
     records = kda.run(call.recorded())["records"]
     last = call.lengths()[2]
     expected = commit(kda, call, records, torch.tensor([0, 1, last]), state_indices=indices(4, -1, 2))
-    from kda_core._plugins import registry
-    from kda_core.request import CommitRequest
-
     for far in (SLOTS, 2**30):
-        tensors = {
-            "pool": call.tensors["initial_state"], "records": records, "num_accepted": torch.tensor([-3, 1, 2**20]),
-            "state_indices": indices(4, far, 2), "cu_seqlens": call.tensors.get("cu_seqlens"),
-        }  # fmt: skip
-        request = CommitRequest(**{n: t if t is None else placed(t, kda.device) for n, t in tensors.items()})
-        registry.named(kda.name).call("kda_core_commit", request=request)
-        assert same_bits(request.pool.cpu(), expected)
+        counts = torch.tensor([-3, 1, 2**20])
+        assert same_bits(commit_unchecked(kda, call, records, counts, state_indices=indices(4, far, 2)), expected)
 
 
 @RECORDED
@@ -200,10 +227,7 @@ def test_records_of_what_has_no_room_are_refused(kda):
         ("ssm_state_indices", {"ssm_state_indices": None, "initial_state": tensors["initial_state"][:3]}),
         ("update_state", {"update_state": 3}),
     ]  # fmt: skip
-    for name, changes in wrong:
-        changed = call.having(**changes)
-        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
-            changed(changed.tensors | {n: tensors[n] for n in changed.tensors if n not in changes}, kda.name)
+    expect_refused(kda, call, tensors, wrong)
     assert records.isnan().all()
 
 
@@ -244,27 +268,7 @@ def test_commit_and_draft_in_one_call(kda, fields: dict):
     earlier = kda.run(first.recorded())["records"]
     call = first.having(ssm_state_indices=slots).recorded()
     for counts in ((1, 1, 0), (first.tensors["q"].shape[1], 0, 1)):
-        found = []
-        for together in (False, True):
-            given = call.tensors | {"earlier": earlier, "counts": torch.tensor(counts, dtype=torch.int32)}
-            tensors = {n: placed(t, kda.device) for n, t in given.items()}
-            before = {n: guards(t).clone() for n, t in tensors.items()}
-            commit, accepted = tensors.pop("earlier"), tensors.pop("counts")
-            if together:
-                o, _ = call(tensors | {"commit": commit, "num_committed": accepted}, kda.name)
-            else:
-                v_first = call.options.get("state_v_first", False)
-                where = tensors["ssm_state_indices"]
-                kda_core.commit_kda(
-                    tensors["initial_state"], commit, accepted, where, state_v_first=v_first, backend=kda.name
-                )
-                o, _ = call(tensors, kda.name)
-            found.append((o.cpu(), tensors["initial_state"].cpu(), tensors["records"].cpu()))
-            for name in before.keys() - {"initial_state", "records", "earlier", "counts"}:
-                assert torch.equal(guards(tensors[name]), before[name]), name
-            assert torch.equal(guards(commit), before["earlier"])
-        assert all(map(same_bits, *found))
-        assert not same_bits(found[0][1][4], call.tensors["initial_state"][4])
+        expect_commit_and_draft(kda, call, earlier, torch.tensor(counts, dtype=torch.int32))
 
 
 @RECORDED
@@ -286,11 +290,6 @@ def test_commits_in_a_call_that_are_refused(kda):
         wrong += [("num_committed", {"num_committed": torch.tensor([1, 0, 5])})]
         wrong += [("ssm_state_indices", {"ssm_state_indices": indices(4, 4, 2)})]
     pool = tensors["initial_state"].clone()
-    for name, changes in wrong:
-        changed = call.having(**good, **{n: t for n, t in changes.items() if n not in good}, **{})
-        changed = changed.having(**changes)
-        given = {n: changes.get(n, (tensors | good).get(n)) for n in changed.tensors}
-        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
-            changed(given, kda.name)
+    expect_refused(kda, call, tensors | good, wrong)
     assert same_bits(tensors["initial_state"], pool)
     assert tensors["records"].isnan().all()

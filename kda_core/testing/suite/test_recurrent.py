@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, FP16, FP32, FP64, PLAIN, SOFTPLUS, Case
+from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, DECAYS, FP16, FP32, FP64, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, requires, slow
+from kda_core.testing.suite.test_packing import check_company
 
 R = "fused_recurrent_kda"
 
@@ -33,6 +32,16 @@ FORWARD = [
     Case(name="scaled", op=R, T=5, state=FP32, options={"scale": 0.3}),
     Case(name="lower bound", op=R, T=5, HV=4, A_log=False, state=FP32, **BOUNDED),
     Case(name="packed steps", op=R, T=8, lengths=(1, 0, 3, 1, 2), state=FP32),
+    Case(name="out of a step", op=R, B=3, T=1, state=FP32, given_out=True),
+    *(
+        Case(name=f"strided step {names}", op=R, B=3, T=2, state=FP32, strided=frozenset(names.split()))
+        for names in ("q beta", "k v", "g initial_state")
+    ),
+    # Nothing is written and little of the state is left: S + (d − 1) S would have no digits.
+    *(
+        Case(name=f"forgets {T} {decay}", op=R, T=T, decay=decay, beta=0.0, state=FP32)
+        for T, decay in ((1, -8.0), (1, -30.0), (5, -12.0), (12, -2.0), (40, -0.5))
+    ),
     Case(name="packed steps int64", op=R, T=4, lengths=(1, 1, 1, 1), index_dtype=torch.int64, state=FP32),
 ]
 
@@ -51,8 +60,13 @@ PROMPTS = [
     ),
     Case(name="prompt lower bound", op=R, T=40, HV=6, state=FP32, **SOFTPLUS | {"gate": "lower bound"}),
     Case(name="prompt slow decay", op=R, T=1100, decay="slow", state=FP32),
-    Case(name="prompt isolated decays", op=R, T=64, decay="isolated", state=FP32),
-    Case(name="prompt -1e30", op=R, T=40, decay=-1e30, state=FP32),
+    *(Case(name=f"decay steps {decay}", op=R, T=40, decay=decay, state=FP32) for decay in DECAYS),
+    # Nothing is written: a constant decay has the same rounding error at every token.
+    *(
+        Case(name=f"decay of steps {T} {decay} {beta}", op=R, T=T, decay=decay, beta=beta, state=FP32)
+        for T, decay in ((64, "mild"), (150, -0.05), (300, -0.003))
+        for beta in (0.0, 0.5)
+    ),
     Case(name="prompt equal keys", op=R, T=64, decay="none", keys="equal", beta=1.0, state=FP32),
     Case(name="prompt equal keys bfloat16", op=R, T=64, decay="none", keys="equal", beta=1.0, **PLAIN[BF16]),
     Case(name="prompt parallel keys", op=R, T=64, decay="none", keys="nearly parallel", beta=1.0, state=FP32),
@@ -80,7 +94,7 @@ BACKWARD = [
 @requires(Feature.RECURRENT)
 @each(FORWARD)
 def test_recurrent(kda, case: Case):
-    """Output and final state are within their budgets: float32 arithmetic whatever the inputs."""
+    """FAILURES 10, 26: output and final state are within their budgets: float32 arithmetic whatever the inputs."""
     kda.check(case)
 
 
@@ -91,37 +105,12 @@ def test_recurrent_prompt(kda, case: Case):
     kda.check(case)
 
 
-@requires(Feature.RECURRENT, Feature.VARLEN)
-@pytest.mark.parametrize("middle", [1, 8, 9, 40])
-def test_recurrent_prompt_among_others(kda, middle: int):
-    """FAILURES 28: a sequence's results do not depend on what it is packed with, bit for bit."""
-    T = 30 + middle + 12
-    first = Case(name=f"prompt and neighbours {middle}", op=R, T=T, lengths=(30, middle, 12), state=FP32).call()
-    other = Case(name=f"prompt and others {middle}", op=R, T=T, lengths=(30, middle, 12), state=FP32).call()
-    changed = {}
-    for n in ("q", "k", "v", "g", "beta"):
-        changed[n] = other.tensors[n].clone()
-        changed[n][:, 30 : 30 + middle] = first.tensors[n][:, 30 : 30 + middle]
-    state = other.tensors["initial_state"].clone()
-    state[1] = first.tensors["initial_state"][1]
-    # Neighbours of other lengths, too: 1 + 29 tokens before it.
-    bounds = torch.tensor([0, 1, 30, 30 + middle, T], dtype=torch.int32)
-    states = torch.cat([state[:1], state])
-    again = first.having(**changed, initial_state=states, cu_seqlens=bounds)
-    a, b = kda.run(first), kda.run(again)
-    assert same_bits(a["o"][:, 30 : 30 + middle], b["o"][:, 30 : 30 + middle])
-    assert same_bits(a["final_state"][1], b["final_state"][2])
-
-
 @requires(Feature.RECURRENT)
 @pytest.mark.parametrize("T", [1, 8, 9, 40])
 def test_recurrent_prompt_in_a_batch(kda, T: int):
     """FAILURES 28: a sequence's results do not depend on its batch, bit for bit."""
     call = Case(name=f"prompts in a batch {T}", op=R, B=3, T=T, state=FP32).call()
-    own = {n: call.tensors[n][1:2] for n in ("q", "k", "v", "g", "beta", "initial_state")}
-    a, b = kda.run(call), kda.run(call.having(**own))
-    assert same_bits(a["o"][1:2], b["o"])
-    assert same_bits(a["final_state"][1:2], b["final_state"])
+    check_company(kda, call, [1])
 
 
 @slow
@@ -134,14 +123,10 @@ def test_recurrent_in_a_batch_of_any_size(kda, T: int, state: torch.dtype, v_fir
     options = {"state_v_first": v_first}
     case = Case(name=f"sizes {T}", op=R, B=130, T=T, H=32, K=128, dtype=BF16, state=state, options=options)
     call = case.having(gate_dtype=BF16, gate="lower bound", l2norm=True, beta="sigmoid").call()
-    rows = {n: call.tensors[n] for n in ("q", "k", "v", "g", "beta", "initial_state")}
-    whole = kda.run(call)
-    for N in (1, 2, 4, 8, 16, 33, 65):
-        some = kda.run(call.having(**{n: x[:N] for n, x in rows.items()}))
-        assert same_bits(some["o"], whole["o"][:N]), f"o of {N} sequences"
-        assert same_bits(some["final_state"], whole["final_state"][:N]), f"states of {N} sequences"
+    check_company(kda, call, *([*range(N)] for N in (1, 2, 4, 8, 16, 33, 65)))
     if T == 1:
-        packed = {n: x.transpose(0, 1) for n, x in rows.items() if n != "initial_state"}
+        whole = kda.run(call)
+        packed = {n: call.tensors[n].transpose(0, 1) for n in ("q", "k", "v", "g", "beta")}
         steps = kda.run(call.having(**packed, cu_seqlens=torch.arange(131, dtype=torch.int32)))
         assert same_bits(steps["o"].transpose(0, 1), whole["o"])
         assert same_bits(steps["final_state"], whole["final_state"])
@@ -181,13 +166,6 @@ def test_recurrent_drift(kda, steps: int, gate_dtype: torch.dtype):
     kda.expect(whole, "final_state", state.cpu(), references.results(whole)["final_state"], f"after {steps} steps")
 
 
-@requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-@pytest.mark.parametrize(("T", "decay"), [(1, -8.0), (1, -30.0), (5, -12.0), (12, -2.0), (40, -0.5)])
-def test_recurrent_forgets(kda, T: int, decay: float):
-    """Nothing is written and little of the state is left: S + (d − 1) S would have no digits."""
-    kda.check(Case(name=f"forgets {T} {decay}", op=R, T=T, decay=decay, beta=0.0, state=FP32))
-
-
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("beta", [0.73, 0.9])
@@ -206,11 +184,3 @@ def test_recurrent_advances_the_initial_state_in_place(kda):
     call = Case(name="in place", op=R, B=3, T=2, state=FP32).call()
     kda.check(call.having(inplace_final_state=True))
     kda.check(call.having(inplace_final_state=True, output_final_state=False))
-
-
-@pytest.mark.parametrize("names", [("q", "beta"), ("k", "v"), ("g", "initial_state")], ids=" ".join)
-@requires(Feature.RECURRENT, Feature.STRIDED_INPUT)
-def test_recurrent_strided(kda, names: tuple[str, ...]):
-    """FAILURES 10, 26: every input as a slice of a wider tensor."""
-    call = Case(name="strided step", op=R, B=3, T=2, state=FP32).call()
-    kda.check(replace(call, strided=frozenset(names)))

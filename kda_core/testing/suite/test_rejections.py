@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,68 +13,65 @@ import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import gate
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
+from kda_core.testing.inputs import indices
 from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Refused, Subject, refusal_of, undeclared
 
-R = "fused_recurrent_kda"
+CHUNK, RECURRENT = {"op": "chunk_kda"}, {"op": "fused_recurrent_kda"}
 
 
 def _case(**fields) -> Case:
     return Case(name="rejection", **({"T": 5} | fields))
 
 
-Smallest = tuple[Case, Build]
-"""The smallest call that needs a feature: a case, and what makes its call."""
-
-
-def _smallest(build: Build = Case.call, **fields) -> Smallest:
-    return _case(**fields), build
-
-
-def _pooled(indices: list, **fields) -> Smallest:
-    return _smallest(lambda near: near.call().in_pool(torch.tensor(indices, dtype=torch.int32), 8), **fields)
-
-
-# A call of the other function when only that one is served.
-CALLS: dict[Feature, Callable[[str], Smallest]] = {
-    Feature.CHUNK: lambda op: _smallest(),
-    Feature.RECURRENT: lambda op: _smallest(op=R),
-    Feature.BACKWARD: lambda op: _smallest(backward=True),
-    Feature.RECURRENT_BACKWARD: lambda op: _smallest(op=R, backward=True),
-    Feature.VARLEN: lambda op: _smallest(op=op, lengths=(2, 3)),
-    Feature.GVA: lambda op: _smallest(op=op, HV=6),
-    Feature.UNEQUAL_HEAD_DIMS: lambda op: _smallest(op=op, V=64),
-    Feature.ODD_HEAD_DIMS: lambda op: _smallest(op=op, K=20),
-    Feature.INITIAL_STATE: lambda op: _smallest(op=op, state=FP32),
-    Feature.FINAL_STATE: lambda op: _smallest(op=op),
-    Feature.STATE_GRADIENT: lambda op: _smallest(op=op, backward=True),
-    Feature.STATE_V_FIRST: lambda op: _smallest(op=op, options={"state_v_first": True}),
-    Feature.BF16_STATE: lambda op: _smallest(op=op, state=BF16),
-    Feature.INTERMEDIATE_STATES: lambda op: _smallest(options={"return_intermediate_states": True}),
-    Feature.PAGED_STATE: lambda op: _pooled([3], op=op, state=FP32),
-    Feature.SPEC_DECODE: lambda op: _pooled([[1, 2, 3, 4, 5]], op=R, state=FP32),
-    Feature.QK_L2NORM: lambda op: _smallest(op=op, l2norm=True),
-    Feature.SOFTPLUS_GATE: lambda op: _smallest(op=op, gate="softplus"),
-    Feature.LOWER_BOUND_GATE: lambda op: _smallest(op=op, gate="lower bound"),
-    Feature.BETA_SIGMOID: lambda op: _smallest(op=op, beta="sigmoid"),
-    Feature.NEG_EIGVAL: lambda op: _smallest(op=op, beta="negative eigenvalues"),
-    Feature.SAFE_GATE: lambda op: _smallest(decay="bounded", options={"safe_gate": True}),
-    Feature.CHUNK_32: lambda op: _smallest(options={"chunk_size": 32}),
-    Feature.DISABLE_RECOMPUTE: lambda op: _smallest(options={"disable_recompute": True}),
-    Feature.BATCH_INVARIANT: lambda op: _smallest(options={"batch_invariant": True}),
-    Feature.OUT: lambda op: _smallest(lambda near: replace(near.call(), given_out=True), op=op),
-    Feature.STRIDED_INPUT: lambda op: _smallest(op=op, strided=frozenset({"q"})),
+# The smallest call that needs a feature: fields of its case; of the other function when only that one is served.
+CALLS: dict[Feature, dict[str, Any]] = {
+    Feature.CHUNK: CHUNK,
+    Feature.RECURRENT: RECURRENT,
+    Feature.BACKWARD: CHUNK | {"backward": True},
+    Feature.RECURRENT_BACKWARD: RECURRENT | {"backward": True},
+    Feature.VARLEN: {"lengths": (2, 3)},
+    Feature.GVA: {"HV": 6},
+    Feature.UNEQUAL_HEAD_DIMS: {"V": 64},
+    Feature.ODD_HEAD_DIMS: {"K": 20},
+    Feature.INITIAL_STATE: {"state": FP32},
+    Feature.FINAL_STATE: {},
+    Feature.STATE_GRADIENT: {"backward": True},
+    Feature.STATE_V_FIRST: {"options": {"state_v_first": True}},
+    Feature.BF16_STATE: {"state": BF16},
+    Feature.INTERMEDIATE_STATES: CHUNK | {"options": {"return_intermediate_states": True}},
+    Feature.PAGED_STATE: {"state": FP32},
+    Feature.SPEC_DECODE: RECURRENT | {"state": FP32},
+    Feature.QK_L2NORM: {"l2norm": True},
+    Feature.SOFTPLUS_GATE: {"gate": "softplus"},
+    Feature.LOWER_BOUND_GATE: {"gate": "lower bound"},
+    Feature.BETA_SIGMOID: {"beta": "sigmoid"},
+    Feature.NEG_EIGVAL: {"beta": "negative eigenvalues"},
+    Feature.SAFE_GATE: CHUNK | {"decay": "bounded", "options": {"safe_gate": True}},
+    Feature.CHUNK_32: CHUNK | {"options": {"chunk_size": 32}},
+    Feature.DISABLE_RECOMPUTE: CHUNK | {"options": {"disable_recompute": True}},
+    Feature.BATCH_INVARIANT: CHUNK | {"options": {"batch_invariant": True}},
+    Feature.OUT: {"given_out": True},
+    Feature.STRIDED_INPUT: {"strided": frozenset({"q"})},
 }
+SLOTS = {Feature.PAGED_STATE: indices(3), Feature.SPEC_DECODE: indices([1, 2, 3, 4, 5])}
+
+
+def _smallest(kda: Subject, feature: Feature) -> tuple[Case, Build]:
+    """The case that needs a feature, and what makes its call."""
+    slots = SLOTS.get(feature)
+    build = Case.call if slots is None else (lambda near: near.call().in_pool(slots, 8))
+    return _case(**{"op": _function(kda)} | CALLS[feature]), build
 
 
 def _function(kda: Subject) -> str:
-    return "chunk_kda" if kda.declares(Feature.CHUNK) or not kda.declares(Feature.RECURRENT) else R
+    return "chunk_kda" if kda.declares(Feature.CHUNK) or not kda.declares(Feature.RECURRENT) else "fused_recurrent_kda"
 
 
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
 def test_feature_is_served_or_refused(kda, feature: Feature):
     """Every feature: right when it is declared, refused with the declared reason when it is not."""
-    refusal = refusal_of(lambda: kda.check(*CALLS[feature](_function(kda)), about={feature}))
+    refusal = refusal_of(lambda: kda.check(*_smallest(kda, feature), about={feature}))
     assert refusal is None or refusal.status != "rejected", f"declares all that the call needs, and says: {refusal}"
 
 
@@ -115,10 +113,9 @@ def test_what_is_no_context_is_refused(kda):
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
 def test_explanation_agrees(kda, feature: Feature):
     """explain says what the call would do, with the same reason, and runs nothing."""
-    case, build = CALLS[feature](_function(kda))
+    case, build = _smallest(kda, feature)
     call = build(kda.near(case, build, about={feature}))
-    if call.grads or call.given_out or call.strided:
-        call = replace(call, grads={}, given_out=False, strided=frozenset())
+    call = replace(call, grads={}, given_out=False, strided=frozenset())
     reasons = undeclared(kda.info, call.request())
     tensors = {n: t.to("cpu" if n == "cu_seqlens_cpu" else kda.device) for n, t in call.tensors.items()}
     verdicts = kda_core.explain(op=call.op, **tensors, **call.options, backend=kda.name).verdicts

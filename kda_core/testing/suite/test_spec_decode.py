@@ -9,14 +9,14 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, FP32, Case
+from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires
 
 SPEC = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
 
 
-def _call(kda, T: int = 3, **fields) -> Call:
+def draft(kda, T: int = 3, **fields) -> Call:
     """Three requests of T tokens, in a dtype that is served."""
     name = " ".join(["draft", *sorted(fields)])
     case = Case(name=name, op="fused_recurrent_kda", B=3, T=T, state=FP32).having(**fields)
@@ -24,43 +24,41 @@ def _call(kda, T: int = 3, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(slots, 3 * T)).call()
 
 
-@SPEC
-@pytest.mark.parametrize("accepted", [None, [1, 2, 3], [3, 3, 1]], ids=["from the first", "mixed", "other"])
-def test_draft(kda, accepted: list[int] | None):
-    """Slot [n, i] holds the state after token i; the start is slot [n, accepted - 1]."""
-    counts = None if accepted is None else torch.tensor(accepted, dtype=torch.int32)
-    kda.check(_call(kda).in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 11, counts))
+SLOTS = indices([8, 1, 2], [0, 4, 9], [6, 3, 7])
+DRAFTS = {
+    # name: fields of the case, slots of its three sequences, accepted tokens
+    "from the first": ({}, SLOTS, None),
+    "mixed": ({}, SLOTS, (1, 2, 3)),
+    "other": ({}, SLOTS, (3, 3, 1)),
+    # The slots behind stay as they are.
+    "shorter than its slots": ({"T": 2}, indices([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), (1, 4, 2)),
+    "all in kernel": (
+        {"HV": 6, "state": BF16, "V": 64, "options": {"state_v_first": True}, **SOFTPLUS, **BFLOAT16}, SLOTS, (2, 1, 3)
+    ),
+    "float16 pool": ({"state": FP16, "dtype": FP16, "gate_dtype": FP16}, SLOTS, (2, 1, 3)),
+    # A row that starts at a negative index is skipped; a negative index later drops that token's state.
+    "padding": ({}, indices([-1, -1, -1], [0, 4, -1], [6, -1, 7]), None),
+    "own padding index": ({"options": {"pad_slot_id": 5}}, indices([5, 5, 5], [0, 4, 5], [6, 5, 7]), None),
+    "null slot": ({"options": {"pad_slot_id": 0}}, indices([8, 0, 2], [0, 4, 9], [6, 3, 0]), None),
+    "null slot, accepted": ({"options": {"pad_slot_id": 0}}, indices([8, 0, 2], [0, 4, 9], [6, 3, 0]), (1, 2, 3)),
+}  # fmt: skip
 
 
 @SPEC
-def test_draft_shorter_than_its_slots(kda):
-    """Fewer tokens than slots: the slots behind stay as they are."""
-    kda.check(_call(kda, T=2).in_pool(indices([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), 12, indices(1, 4, 2)))
-
-
-@SPEC
-def test_draft_skips_padding(kda):
-    """FAILURES 8: a row that starts at a negative index is skipped; a negative index later drops that token's state."""
-    results = kda.check(_call(kda).in_pool(indices([-1, -1, -1], [0, 4, -1], [6, -1, 7]), 9))
-    assert not results["o"][0].any()
-    own = kda.check(_call(kda).having(pad_slot_id=5).in_pool(indices([5, 5, 5], [0, 4, 5], [6, 5, 7]), 9))
-    assert not own["o"][0].any()
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft(kda, name: str):
+    """FAILURES 8: slot [n, i] holds the state after token i; the start is slot [n, accepted - 1]."""
+    fields, slots, accepted = DRAFTS[name]
+    counts = None if accepted is None else indices(*accepted)
+    kda.check(draft(kda, **fields).in_pool(slots, 12, counts))
 
 
 @SPEC
 def test_draft_packed(kda):
     """Packed drafts of different lengths; boundaries, slots and counts are slices of wider tensors."""
     case = Case(name="packed drafts", op="fused_recurrent_kda", T=6, lengths=(3, 1, 2), state=FP32)
-    call = case.call().in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3]))
+    call = case.call().in_pool(SLOTS, 10, torch.tensor([2, 1, 3]))
     kda.check(replace(call, strided=frozenset({"cu_seqlens", "ssm_state_indices", "num_accepted_tokens"})))
-
-
-@SPEC
-def test_draft_all_in_kernel(kda):
-    """Half inputs, gate, beta and l2norm in the operator, V first, bfloat16 pool."""
-    fields = {"dtype": BF16, "gate_dtype": BF16, "gate": "softplus", "beta": "sigmoid", "l2norm": True, "HV": 6}
-    call = _call(kda, **fields, state=BF16, V=64, options={"state_v_first": True})
-    kda.check(call.in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, torch.tensor([2, 1, 3])))
 
 
 @SPEC
@@ -68,7 +66,7 @@ def test_draft_all_in_kernel(kda):
 def test_draft_accepted_out_of_range(kda, accepted: int):
     """FAILURES 11: a count outside [1, 1 + S]: ValueError on the CPU, clamped elsewhere; other slots stay."""
     counts = torch.tensor([1, accepted, 2], dtype=torch.int32)
-    call = _call(kda).in_pool(indices([8, 1, 2], [0, 4, 9], [6, 3, 7]), 10, counts.clamp(1, 3))
+    call = draft(kda).in_pool(SLOTS, 10, counts.clamp(1, 3))
     kda.check(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"num_accepted_tokens": counts.to(kda.device)}
     pool, before = tensors["initial_state"], call.tensors["initial_state"]

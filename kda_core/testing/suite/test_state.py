@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, Case
-from kda_core.testing.inputs import same_bits
-from kda_core.testing.marks import requires
+from kda_core.testing.marks import each, requires
 
 LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 
 
-@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-@pytest.mark.parametrize(("V", "dtype"), [(32, FP32), (64, FP32), (32, BF16)], ids=["square", "K below V", "bfloat16"])
-@LAYOUTS
-def test_state(kda, v_first: bool, V: int, dtype: torch.dtype):
-    """Both layouts and dtypes; with K = V a mix-up of the layouts is right in shape and wrong in value."""
-    case = Case(name=f"state {v_first} {V} {dtype}", T=70, V=V, state=dtype)
-    kda.check(case.having(options={"state_v_first": v_first}))
+# With K = V a mix-up of the layouts is right in shape and wrong in value.
+STATES = [
+    Case(name=f"state {v_first} {V} {dtype}", T=70, V=V, state=dtype, options={"state_v_first": v_first})
+    for V, dtype in ((32, FP32), (64, FP32), (32, BF16))
+    for v_first in (False, True)
+] + [
+    Case(name="initial state alone", T=70, state=FP32, final_state=False),
+    Case(name="final state alone", T=70, V=64, options={"state_v_first": True}),
+    # A sequence without tokens passes its state on, bit for bit: ``Subject.run`` looks at that.
+    Case(name="no tokens", T=0),
+    Case(name="state without tokens", T=0, state=FP32),
+    *(Case(name=f"states of no tokens {dtype}", T=0, lengths=(0, 0), **PLAIN[dtype]) for dtype in PLAIN),
+]
+
+
+@requires(Feature.CHUNK)
+@each(STATES)
+def test_state(kda, case: Case):
+    """Both layouts and dtypes, an initial or a final state alone, and no tokens at all."""
+    kda.check(case)
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.FP16_STATE)
@@ -33,18 +43,6 @@ def test_state_float16(kda, v_first: bool):
     kda.check(case)
     kda.check(case.having(name="float16 states of halves", K=64, dtype=FP16, gate_dtype=FP16, backward=True))
     kda.check(case.having(op="fused_recurrent_kda", T=9, backward=True))
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE)
-def test_state_alone(kda):
-    """An initial state without a final one."""
-    kda.check(Case(name="initial state alone", T=70, state=FP32, final_state=False))
-
-
-@requires(Feature.CHUNK, Feature.FINAL_STATE, Feature.STATE_V_FIRST)
-def test_final_state_alone(kda):
-    """A final state, V first, without an initial one."""
-    kda.check(Case(name="final state alone", T=70, V=64, options={"state_v_first": True}))
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN, Feature.STATE_V_FIRST)
@@ -81,40 +79,3 @@ def test_state_continues(kda, cut: int):
     o = torch.cat([first["o"], second["o"]], 1)
     kda.expect(whole, "o", o, expected["o"], "in two calls")
     kda.expect(whole, "final_state", second["final_state"], expected["final_state"], "in two calls")
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-def test_state_passes_through(kda):
-    """T = 0: the final state is the initial one, bit for bit."""
-    call = Case(name="state without tokens", T=8, state=FP32).call().slice_tokens(0, 0)
-    assert same_bits(kda.run(call)["final_state"], call.tensors["initial_state"])
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["float32", "bfloat16", "float16"])
-def test_states_of_empty_sequences_pass_through(kda, dtype: torch.dtype):
-    """Packed sequences that are all empty, and no token at all."""
-    call = Case(name="states of no tokens", T=8, lengths=(4, 4), **PLAIN[dtype]).call()
-    boundaries = torch.zeros_like(call.tensors["cu_seqlens"])
-    rows = ("q", "k", "v", "g", "beta")
-    empty = replace(call, tensors={n: t[:, :0] if n in rows else t for n, t in call.tensors.items()})
-    results = kda.run(empty.having(cu_seqlens=boundaries))
-    assert same_bits(results["final_state"], call.tensors["initial_state"])
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE)
-def test_state_zero_is_none(kda):
-    """A zero initial state is the same as none."""
-    call = Case(name="zero state", T=70).call()
-    with_zero = call.having(initial_state=torch.zeros(1, 2, 32, 32))
-    kda.compare(call, kda.run(with_zero))
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
-def test_state_of_batch_rows(kda):
-    """Every batch row has its own state."""
-    call = Case(name="batch rows", B=3, T=40, state=FP32).call()
-    results = kda.check(call)
-    swapped = call.having(initial_state=call.tensors["initial_state"].flip(0))
-    kda.check(swapped)
-    assert not same_bits(kda.run(swapped)["o"], results["o"])

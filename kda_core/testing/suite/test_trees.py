@@ -9,11 +9,23 @@ import torch
 from torch import Tensor
 
 import kda_core
+from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.testing.inputs import Call, placed, same_bits
 from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
-from kda_core.testing.suite.test_records import BF16, KINDS, RECORDED, commit, draft, indices
+from kda_core.testing.suite.test_records import (
+    BF16,
+    KINDS,
+    RECORDED,
+    commit,
+    commit_unchecked,
+    draft,
+    expect_commit_and_draft,
+    expect_refused,
+    indices,
+    needs_unchecked_values,
+)
 
 TREES = requires(Feature.DRAFT_TREES)
 
@@ -123,25 +135,14 @@ def test_a_path_is_committed_by_the_next_call(kda, state):
     path = torch.tensor([[0, 1, 4, 6], [0, 3, 5, 0], [0, 1, 2, 3]], dtype=torch.int32)
     counts = torch.tensor([4, 2, 0], dtype=torch.int32)
     call = first.having(ssm_state_indices=indices(4, -1, 2)).recorded()
-    pool = commit(kda, call, earlier, counts, path=path)
-    expected = kda.run(call.having(initial_state=pool))
-    given = call.tensors | {"commit": earlier, "num_committed": counts, "commit_path": path}
-    tensors = {n: placed(t, kda.device) for n, t in given.items()}
-    o, _ = call(tensors, kda.name)
-    assert same_bits(o.cpu(), expected["o"])
-    assert same_bits(tensors["records"].cpu(), expected["records"])
-    assert same_bits(tensors["initial_state"].cpu(), pool)
+    expect_commit_and_draft(kda, call, earlier, counts, path=path)
 
 
 @RECORDED
 @TREES
 def test_numbers_out_of_range_where_nothing_reads_them(kda):
     """Parents that are no earlier token, paths and counts out of range are clamped: no other memory is touched."""
-    if kda.device.type == "cpu" and not kda.target.interpreted:
-        pytest.skip("values on the CPU are checked before any backend sees them")
-    from kda_core._plugins import registry
-    from kda_core.request import CommitRequest
-
+    needs_unchecked_values(kda)
     good, bad = ((-1, 0, 1, 1), (-1, -1, 1, 0), (-1, 0, 0, 2)), ((9, 0, 2**30, 1), (-3, -9, 5, 0), (0, 0, 0, 2**20))
     call = _tree(kda, good)
     expected = kda.run(call)
@@ -150,17 +151,11 @@ def test_numbers_out_of_range_where_nothing_reads_them(kda):
     result = registry.named(kda.name).call("kda_core_recurrent_forward", request=request)
     assert same_bits(result.o.cpu(), expected["o"])
     assert same_bits(tensors["records"].cpu(), expected["records"])
-    records, pool = expected["records"], call.tensors["initial_state"]
+    records = expected["records"]
     counts, path = torch.tensor([3, 0, 2]), torch.tensor([[0, 3, 3], [1, 2, 0], [0, 2, 3]])
     committed = commit(kda, call, records, counts, path=path)
     far = torch.tensor([[-5, 9, 2**30], [1, 2, 0], [0, 2, 99]])
-    given = {
-        "pool": pool, "records": records, "num_accepted": torch.tensor([2**20, -1, 2]), "path": far,
-        "state_indices": indices(4, 0, 2),
-    }  # fmt: skip
-    request = CommitRequest(**{n: placed(t, kda.device) for n, t in given.items()})
-    registry.named(kda.name).call("kda_core_commit", request=request)
-    assert same_bits(request.pool.cpu(), committed)
+    assert same_bits(commit_unchecked(kda, call, records, torch.tensor([2**20, -1, 2]), path=far), committed)
 
 
 @RECORDED
@@ -186,11 +181,7 @@ def test_trees_that_are_refused(kda):
         wrong += [("parents", {"parents": torch.tensor(FORKED).clamp_min(0)})]
         wrong += [("commit_path", earlier | {"num_committed": counts.to(kda.device), "commit_path": path + 7})]
         wrong += [("num_committed", earlier | {"num_committed": counts + 7, "commit_path": path})]
-    for name, changes in wrong:
-        given = {n: t for n, t in (tensors | changes).items() if isinstance(t, Tensor)}
-        options = {n: t for n, t in changes.items() if isinstance(t, bool)}
-        with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
-            call.having(**options)(given, kda.name)
+    expect_refused(kda, call, tensors, wrong)
     pool = tensors["initial_state"]
     refused = [path[:2], path[0], path.float(), *([path + 7, path - 1] if kda.device.type == "cpu" else [])]
     for value in refused:
