@@ -122,7 +122,7 @@ def prepare_slots(
     beta1 = write_strength(gl.load(p_beta + 16 * s_bt, mask=r + 16 < count, other=0.0), SIGMOID, NEG_EIGVAL)
     a = tiles.rate_of_head(A_log, c_head)
     if GATE == "bounded":
-        # Nor may 0 square.times the bound be NaN.
+        # Nor may 0 times the bound be NaN.
         lower_bound = gl.maximum(lower_bound, -2e38)
     unit = tiles.decay_unit(a, lower_bound, GATE, BOUNDED)
     left_unit = unit
@@ -182,7 +182,7 @@ def prepare_slots(
         # The gate makes 0 of it.
         NO_DECAY: gl.constexpr = 0.0 if GATE == "none" else float("-inf")
         tiles.fill_behind(g_buffer, count0, count1, NO_DECAY)
-    # Factors from a tile's start are 2^tiles.SHIFT square.times themselves, and so are whole decays.
+    # Factors from a tile's start are 2^SHIFT times themselves, and so are whole decays.
     DOWN: gl.constexpr = 2.0**-tiles.SHIFT
     WIDE: gl.constexpr = G_PARTS > 1
     m11, l11, m10, l10 = zero, zero, zero, zero
