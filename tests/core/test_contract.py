@@ -23,9 +23,11 @@ LATER = """
 import importlib.machinery as machinery, json
 kept = machinery.SourceFileLoader.get_data
 NEEDED = b'''
-of_today = _features
-def _features(r):
-    return [*of_today(r), Feature.TELEPATHY]
+of_today = Request._features
+def of_tomorrow(r):
+    yield from of_today(r)
+    yield Feature.TELEPATHY
+Request._features = of_tomorrow
 '''
 CHANGED = {
     "capabilities.": lambda text: text.replace(b'    CHUNK = "', b'    TELEPATHY = "telepathy"\\n    CHUNK = "', 1),
