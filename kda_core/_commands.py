@@ -27,6 +27,7 @@ from typer.core import TyperCommand
 import kda_core
 from kda_core import _cli, _explain, _plugins, platforms
 from kda_core._example_call import MOST_BYTES, CallShape, example_call, example_context
+from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
@@ -235,6 +236,12 @@ def explain(
         _fail(str(error), EXIT_NOT_SERVED)
     except (ValueError, TypeError) as error:
         _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
+    _show_explanation(explanation, op, as_json)
+    if explanation.chosen is None:
+        raise typer.Exit(EXIT_NOT_SERVED)
+
+
+def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
     if as_json:
         verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
         found = {"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts}
@@ -245,8 +252,6 @@ def explain(
         _print_table(title, ("backend", "verdict", "reason"), rows)
         for transfer in explanation.transfers:
             typer.echo(transfer)
-    if explanation.chosen is None:
-        raise typer.Exit(EXIT_NOT_SERVED)
 
 
 def _show_plans(plans: tuple[CallPlan, ...], as_json: bool) -> None:

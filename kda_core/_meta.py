@@ -32,7 +32,7 @@ def empty_o(r: Request) -> Tensor:
 
 
 def empty_results(r: Request, chunks: Callable[[Request], int | torch.SymInt] = chunks_of) -> ForwardResult:
-    """What a call makes, with any content; ``chunks``: the number of its intermediate states."""
+    """Results of a call, with any content; ``chunks``: the number of its intermediate states."""
     final_state = h = None
     if r.output_final_state and not r.inplace_final_state:
         final_state = r.v.new_empty(r.state_shape, dtype=r.state_dtype)

@@ -316,7 +316,7 @@ LEAST_ROWS = 2048
 LEAST_SEGMENTS = 4
 
 JOIN_PRECISION = "tf32x3"
-"""Of the products that join segments."""
+"""Precision of the products that join segments."""
 
 LEAST_ROWS_HOPPER = 512
 """The same with ``transitions_hopper``, whose programs are half as many and take a third of the time."""
