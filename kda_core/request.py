@@ -65,7 +65,7 @@ class Request(Remembering):
             them, as ``committing`` says, and the call starts from that. Only beside records, without cu_seqlens.
         num_committed: [N] or None.
         parents: [N, T] or None: token t continues from the state after token parents[n, t] < t, or from the sequence's
-            first state where that is negative. What is not below t stands for t - 1. None: t - 1. Only beside records.
+            first state where that is negative. Numbers from t on stand for t - 1. None: t - 1. Only beside records.
         commit_path: [N, M] or None, the ``path`` of the commit.
         batch_invariant: no choice that changes bits may depend on the other sequences of the call, nor on their number.
         inplace_final_state: ``initial_state`` is a pool that is read and advanced in place; then the

@@ -61,7 +61,7 @@ def test_the_line_of_the_layer(page):
 
 
 def test_the_feature_table_agrees_with_what_the_backends_declare():
-    text = pages.section("README.md", "What works where")
+    text = pages.section("README.md", "Where each feature works")
     heading, *_ = [line for line in text.splitlines() if line.startswith("|")]
     backends = [cell.strip() for cell in heading.strip("|").split("|")][2:]
     declared = {e.name: e.info.capabilities.features for e in kda_core.backends() if e.info is not None}

@@ -154,7 +154,7 @@ def test_a_pool_is_advanced_in_place():
     (128, ("prepare_hopper", "transitions_hopper", "join_hopper", "recurrence_hopper")),
 ])  # fmt: skip
 def test_a_long_sequence_is_cut_into_segments(K: int, kernels: tuple[str, ...]):
-    """The states at the starts of segments replace the call's own. Of one length they need nothing but launches."""
+    """The states at the starts of segments replace the call's own. Segments of one length need nothing but launches."""
     r = request(B=1, T=8192, H=1, HV=1, K=K, output_final_state=True)
     plan = plan_of(r, CHIPS[90])
     assert plan.kernels == kernels

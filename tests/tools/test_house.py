@@ -100,6 +100,13 @@ def test_files_are_short():
     check({name(file): len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}, FILE_LINES)
 
 
+def test_sentences_begin_with_their_subject():
+    """A comment, docstring or heading that begins with "Of" or "What" is read twice."""
+    texts = [*FILES, *ROOT.glob("*.md"), *ROOT.glob(".ci/*"), *(ROOT / "docs").rglob("*.md")]
+    late = re.compile(r'(?:# |""")(?:Of|What|Whoever|Nobody) [a-z].*')
+    assert [(name(file), *found) for file in texts if (found := late.findall(file.read_text("utf-8", "replace")))] == []
+
+
 def is_kernel(function: ast.FunctionDef) -> bool:
     """Whether a compiler of kernels reads the function: it cannot be split as Python can."""
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
