@@ -113,7 +113,7 @@ def prepare_hopper(
         bos = i_n * T
         length = T
     else:
-        i_n = sequence_of_pair(cu_seqlens, N, i_pair, CHUNKS * C, BOUNDED)
+        i_n = sequence_of_pair(cu_seqlens, N, i_pair, CHUNKS * C, BOUNDED or FINISHED)
         bos = gl.load(cu_seqlens + i_n).to(gl.int32)
         eos = T
         if i_n < N:
