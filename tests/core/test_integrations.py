@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kda_core import _commands
 from kda_core.errors import UnsupportedStack
-from kda_core.integrations import admit, expect_models, gradients, integrations, named
+from kda_core.integrations import admit, advance_convolution, expect_models, gradients, integrations, named
 
 
 @pytest.fixture
@@ -114,3 +114,18 @@ def test_gradients_of_a_function_without_a_backward():
         (both,) = gradients(function, call, ["x"], (torch.ones(1, 2), torch.ones(2)))
     assert both.tolist() == [16.0, 21.0]
     assert (x.grad, weight.requires_grad) == (None, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_convolution_is_advanced_by_one_token(dtype, biased):
+    x, before, weight = (torch.randn(2, 3, n, dtype=dtype) for n in (1, 4, 4))
+    weight, bias, state = weight[0], torch.randn(3, dtype=dtype) if biased else None, before.clone()
+    for silu in (True, False):
+        state.copy_(before)
+        y = advance_convolution(x, state, weight, bias, silu)
+        assert torch.equal(state, torch.cat([before, x], -1)[..., 1:])
+        expected = torch.einsum("bdw,dw->bd", state.double(), weight.double()) + (bias.double() if biased else 0)
+        expected = (torch.nn.functional.silu(expected) if silu else expected)[..., None]
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, expected.to(dtype))

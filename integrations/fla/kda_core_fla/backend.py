@@ -10,7 +10,7 @@ from fla.ops.attnres import fused_attnres, naive_attnres
 from fla.ops.kda import fused_recurrent, gate
 
 import kda_core
-from kda_core.integrations import gradients, named
+from kda_core.integrations import advance_convolution, gradients, named
 from kda_core.nn import short_convolution
 
 OPERATORS = {"chunk_kda": kda_core.chunk_kda, "fused_recurrent_kda_fwd": kda_core.fused_recurrent_kda}
@@ -72,10 +72,10 @@ class KdaCore(BaseBackend):  # its methods have the names of the functions of fl
         inputs = "x", "weight", "bias", "residual", "initial_state"
         return gradients(self.causal_conv1d_fwd, call, inputs, (dy, dht))
 
-    def causal_conv1d_update(self, x, cache, residual, **call):
-        token, added = (t if t is None else t.reshape(len(cache), 1, -1) for t in (x, residual))
-        y, state = self.causal_conv1d_fwd(token, residual=added, initial_state=cache, **call)
-        return y.view(x.shape), cache.copy_(state)
+    def causal_conv1d_update(self, x, cache, residual, weight, bias, activation):
+        token = x.float().reshape(*cache.shape[:2], 1)
+        y = advance_convolution(token, cache, weight, bias, activation is not None).view(x.shape)
+        return (y if residual is None else y + residual).to(x.dtype), cache
 
     def layer_norm_fwd(self, x, weight, bias, eps, residual, residual_dtype, is_rms_norm, num_groups=1, g=None, **more):
         total = x.float() if residual is None else x.float() + residual
