@@ -18,7 +18,7 @@ import kda_core_fla
 from fla import backends
 from fla.models.kda import KDAConfig, KDAForCausalLM
 from fla.modules import FusedLinearCrossEntropyLoss, GatedMLP, LayerNorm, RMSNorm, ShortConvolution
-from fla.modules.fused_norm_gate import FusedRMSNormGated
+from fla.modules.fused_norm_gate import FusedRMSNormGated, FusedRMSNormSwishGateLinear
 from fla.modules.norm.layernorm import RMSNormLinear
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
@@ -185,7 +185,7 @@ def test_refused_calls_go_on_to_fla():
         chunk_kda(**{**draw(), "q": torch.randn(2, 70, 16)})
 
 
-@pytest.mark.parametrize("case", ["RMSNorm", "LayerNorm", "residual", "linear", "gated", "swish", "powlu", "entropy"])
+@pytest.mark.parametrize("case", ["RMSNorm", "LayerNorm", "residual", "gated", "swish", "powlu", "entropy"])
 def test_modules_agree_with_torch(case):
     """Values and gradients; an epsilon that counts."""
     x, other = (torch.randn(3, 5, 16, requires_grad=True) for _ in range(2))
@@ -205,22 +205,30 @@ def test_modules_agree_with_torch(case):
             expected = mlp.down_proj((F.silu(gate) if case == "swish" else powered) * mlp.up_proj(x))
             compare(mlp(x), expected, (x, *mlp.parameters()))
         return
-    modules = {"LayerNorm": LayerNorm, "gated": FusedRMSNormGated, "linear": RMSNormLinear}
-    norm = modules.get(case, RMSNorm)(16, eps=0.3)
+    norm = {"LayerNorm": LayerNorm, "gated": FusedRMSNormGated}.get(case, RMSNorm)(16, eps=0.3)
     torch.nn.init.normal_(norm.weight)
     if case == "gated":
         compare(norm(x, other), F.rms_norm(x, (16,), norm.weight, 0.3) * F.silu(other), (x, other, norm.weight))
     elif case == "LayerNorm":
         compare(norm(x), F.layer_norm(x, (16,), norm.weight, norm.bias, 0.3), (x, norm.weight))
-    elif case == "linear":
-        expected = F.linear(F.rms_norm(x, (16,), norm.weight, 0.3), other[0])
-        compare(norm(x, other[0], None), expected, (x, norm.weight, other))
     elif case == "residual":
         y, total = norm(x, other, True)
         expected = torch.cat([F.rms_norm(x + other, (16,), norm.weight, 0.3), x + other])
         compare(torch.cat([y, total]), expected, (x, other, norm.weight))
     else:
         compare(norm(x), F.rms_norm(x, (16,), norm.weight, 0.3), (x, norm.weight))
+
+
+@pytest.mark.parametrize("kind", [RMSNormLinear, FusedRMSNormSwishGateLinear])
+def test_a_norm_before_a_linear_layer_agrees_with_torch(kind):
+    """fla computes the norm's result again for the gradient of the linear weight."""
+    norm = kind(16, eps=0.3)
+    torch.nn.init.normal_(norm.weight)
+    x, gate, weight = (torch.randn(n, 16, requires_grad=True) for n in (5, 5, 8))
+    gates = () if kind is RMSNormLinear else (gate,)
+    y = F.rms_norm(x, (16,), norm.weight, 0.3)
+    expected = F.linear(y * F.silu(gate) if gates else y, weight)
+    compare(norm(x, *gates, weight, None), expected, (x, *gates, weight, norm.weight))
 
 
 def compare(found, expected, tensors):
