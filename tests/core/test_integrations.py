@@ -100,7 +100,7 @@ def test_arguments_by_name():
 
 
 def test_gradients_of_a_function_without_a_backward():
-    """Of the inputs that are there, from the gradients that are there; nothing is left in the caller's tensors."""
+    """Inputs and gradients may be None; nothing is left in the caller's tensors."""
     x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0])
     call = {"x": x, "weight": weight, "bias": None, "factor": 5}
 

@@ -47,7 +47,7 @@ class KdaCore(BaseBackend):  # its methods have the names of the functions of fl
             return known, "kda_core has the operators, with a chunk_size of 32 or 64"
         try:
             return kda_core.supports(OPERATORS[name].__name__, **operator_call(name, NAMED[name](*args, **kwargs)))
-        except (ValueError, kda_core.KdaError) as error:
+        except (TypeError, ValueError, kda_core.KdaError) as error:
             return False, str(error)
 
     def get_implementation(self, name):
