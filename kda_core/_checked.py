@@ -57,8 +57,7 @@ def checked_calls(
     _expect.expect_flag("warn", warn)
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise TypeError(f"dump: expected a path or None, got {type(dump).__name__}")
-    if isinstance(elements, bool) or not isinstance(elements, int):
-        raise TypeError(f"elements: expected an int, got {type(elements).__name__}")
+    _expect.expect_int("elements", elements)
     if elements < 1:
         raise ValueError(f"elements: expected a number of at least 1, got {elements}")
     settings = CheckSettings(warn, None if dump is None else os.fspath(dump), elements)

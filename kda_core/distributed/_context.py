@@ -16,10 +16,8 @@ from kda_core._expect import expect_flag
 from kda_core._torch_private import cat
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
-from kda_core.distributed._layout import Fragment, Layout, Range, edges, joined, split, table
+from kda_core.distributed._layout import LAYOUTS, Fragment, Layout, Range, edges, joined, split, table
 from kda_core.distributed._steps import Shared, tables
-
-LAYOUTS = ("contiguous", "zigzag")
 
 
 class ContextParallel:

@@ -13,7 +13,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 Range = tuple[int, int]
+LAYOUTS = ("contiguous", "zigzag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,29 @@ def split(layout: str, rows: int, ranks: int) -> list[list[Range]]:
     if layout == "contiguous":
         return [[part] for part in each]
     return [[each[r], each[parts - 1 - r]] for r in range(ranks)]
+
+
+def layout_of_positions(positions: Tensor) -> tuple[str | None, Tensor]:
+    """Tell how rows are laid out over ranks by the positions of their tokens in documents, for ``build_cp_context``.
+
+    Args:
+        positions: of every rank, gathered: [W, B, T / W], integers on the CPU. A document begins with 0.
+
+    Returns:
+        "contiguous" or "zigzag", None where neither puts every token behind the one before it; and whether a document
+        starts at a token, [B, T] in the order of the sequence.
+    """
+    ranks, B, rows = positions.shape
+    whole = starts = positions.new_empty(B, ranks * rows)
+    for layout in LAYOUTS:
+        ranges = itertools.chain.from_iterable(split(layout, ranks * rows, ranks))
+        whole[:, torch.cat([torch.arange(a, b) for a, b in ranges])] = positions.transpose(0, 1).flatten(1)
+        starts = whole == 0
+        starts[:, 0] = True
+        # Both may hold, where documents end with all parts: then both are right.
+        if bool((starts[:, 1:] | (whole.diff() == 1)).all()):
+            return layout, starts
+    return None, starts
 
 
 def joined(ranges: Sequence[Range]) -> list[Range]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kda_core._checks import python_value
 from kda_core._expect import expect_flag
 from kda_core._loaded import Backend
-from kda_core.nn._checks import expect_same_device, expect_shape, expect_tensor
+from kda_core.nn._checks import expect_convolution, expect_same_device, expect_tensor
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._once import differentiable_once
 from kda_core.request import ShortConvolutionRequest
@@ -126,18 +126,9 @@ def in_parts(y: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
 
 def _check(x: Any, weight: Any, bias: Any, state: Any, cu_seqlens: Any) -> None:
     expect_tensor("x", x, 3)
-    expect_tensor("weight", weight, 2)
     B, T, D = x.shape
-    expect_shape("weight", weight, (D, weight.shape[1]))
-    if weight.shape[1] < 2:
-        raise ValueError(f"weight: expected at least two taps, got {weight.shape[1]}")
     N = B if cu_seqlens is None else sequences(cu_seqlens, B, T)
-    if bias is not None:
-        expect_tensor("bias", bias, 1)
-        expect_shape("bias", bias, (D,))
-    if state is not None:
-        expect_tensor("initial_state", state, 3)
-        expect_shape("initial_state", state, (N, weight.shape[1] - 1, D))
+    expect_convolution(D, N, weight=weight, bias=bias, initial_state=state)
     expect_same_device(x, {"weight": weight, "bias": bias, "initial_state": state, "cu_seqlens": cu_seqlens})
 
 

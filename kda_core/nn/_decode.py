@@ -17,7 +17,7 @@ from kda_core._overlaps import share_memory
 from kda_core._torch_private import cat
 from kda_core.api import fused_recurrent_kda
 from kda_core.capabilities import Feature
-from kda_core.nn._checks import expect_eps, expect_same_device, expect_shape, expect_tensor
+from kda_core.nn._checks import expect_convolution, expect_eps, expect_same_device, expect_shape, expect_tensor
 from kda_core.nn._convolution import short_convolution
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import gated_rms_norm
@@ -163,21 +163,14 @@ def kda_decode_step(
 def _check(r: DecodeStepRequest) -> None:
     """All that the three functions do not check, or would check too late: nothing may have been written."""
     N, T, D = r.x.shape
-    expect_tensor("conv_weight", r.weight, 2)
-    expect_tensor("conv_state", r.conv_state, 3)
     if r.state.dim() != 4:
         raise ValueError(f"state: expected 4 dimensions, got shape {list(r.state.shape)}")
     HV, K = r.g.shape[2:]
     if r.H < 1 or D != 2 * r.H * K + HV * r.V or HV % r.H:
         expected = f"2 · H · {K} + {HV * r.V} channels, H a divisor of {HV}"
         raise ValueError(f"mixed_qkv: expected {expected} (K and HV as of g, V as of state), got {D}")
-    if not 2 <= r.weight.shape[1]:
-        raise ValueError(f"conv_weight: expected at least two taps, got {r.weight.shape[1]}")
-    expect_shape("conv_weight", r.weight, (D, r.weight.shape[1]))
-    expect_shape("conv_state", r.conv_state, (r.state.shape[0], r.weight.shape[1] - 1, D))
-    if r.bias is not None:
-        expect_tensor("conv_bias", r.bias, 1)
-        expect_shape("conv_bias", r.bias, (D,))
+    expect_tensor("conv_state", r.conv_state)
+    expect_convolution(D, r.state.shape[0], conv_weight=r.weight, conv_bias=r.bias, conv_state=r.conv_state)
     if (r.norm_gate is None) != (r.norm_weight is None):
         raise ValueError("norm_gate, norm_weight: expected both or neither")
     if r.norm_gate is not None and r.norm_weight is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kda_core import _commands
 from kda_core.errors import UnsupportedStack
-from kda_core.integrations import admit, expect_models, integrations
+from kda_core.integrations import admit, advance_convolution, expect_models, gradients, integrations, named
 
 
 @pytest.fixture
@@ -88,3 +89,43 @@ def test_models_that_are_not_served():
     expect_models("stackery", ("one",), ["one", "two"])
     with pytest.raises(UnsupportedStack, match=r"^stackery: model 'three' is not served; take one, two$"):
         expect_models("stackery", ("one", "three"), ["one", "two"])
+
+
+def test_arguments_by_name():
+    def stock(q, scale=2, *, mode="chunk", **hints):
+        raise AssertionError("only its signature counts")
+
+    assert named(stock)(1) == {"q": 1, "scale": 2, "mode": "chunk"}
+    assert named(stock)(1, 3, hint=4) == {"q": 1, "scale": 3, "mode": "chunk", "hint": 4}
+
+
+def test_gradients_of_a_function_without_a_backward():
+    """Inputs and gradients may be None; nothing is left in the caller's tensors."""
+    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0, 4.0])
+    call = {"x": x, "weight": weight, "bias": None, "factor": 5}
+
+    def function(x, weight, bias, factor):
+        return factor * x * weight, x + weight, None
+
+    with torch.no_grad():
+        found = gradients(function, call, ("weight", "bias", "x"), (torch.ones(2), None, None))
+        assert found[1] is None
+        assert (found[0].tolist(), found[2].tolist()) == ([5.0, 10.0], [15.0, 20.0])
+        (both,) = gradients(function, call, ["x"], (torch.ones(1, 2), torch.ones(2)))
+    assert both.tolist() == [16.0, 21.0]
+    assert (x.grad, weight.requires_grad) == (None, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_convolution_is_advanced_by_one_token(dtype, biased):
+    x, before, weight = (torch.randn(2, 3, n, dtype=dtype) for n in (1, 4, 4))
+    weight, bias, state = weight[0], torch.randn(3, dtype=dtype) if biased else None, before.clone()
+    for silu in (True, False):
+        state.copy_(before)
+        y = advance_convolution(x, state, weight, bias, silu)
+        assert torch.equal(state, torch.cat([before, x], -1)[..., 1:])
+        expected = torch.einsum("bdw,dw->bd", state.double(), weight.double()) + (bias.double() if biased else 0)
+        expected = (torch.nn.functional.silu(expected) if silu else expected)[..., None]
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, expected.to(dtype))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from whole_calls import RAW, assert_close, inputs, normal, oracle
 
 import kda_core
-from kda_core.distributed import build_cp_context, conv_halo
-from kda_core.distributed._layout import Layout
+from kda_core.distributed import build_cp_context, conv_halo, layout_of_positions
+from kda_core.distributed._layout import Layout, split
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,22 @@ from kda_core.distributed._layout import Layout
 def test_ranges_that_cannot_be_are_refused_with_the_ranges(bounds, ranges, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Layout(bounds, ranges, 0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("rows", [16, 6])
+def test_positions_tell_the_layout_and_where_documents_start(layout, rows):
+    whole = torch.stack([torch.arange(2 * rows), torch.cat([torch.arange(5), torch.arange(2 * rows - 5)])])
+    parts = [torch.cat([whole[:, a:b] for a, b in own], 1) for own in split(layout, 2 * rows, 2)]
+    found, starts = layout_of_positions(torch.stack(parts))
+    assert found == layout
+    assert starts.nonzero().tolist() == [[0, 0], [1, 0], [1, 5]]
+
+
+def test_positions_in_another_order_have_no_layout():
+    shuffled = torch.arange(64).view(2, 8, 4)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(2, 2, 16).transpose(0, 1)
+    assert layout_of_positions(shuffled)[0] is None
+    assert layout_of_positions(torch.tensor([[[0, 2, 1]], [[3, 4, 5]]]))[0] is None  # zigzag would halve the rows
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ import kda_core_fla
 from fla import backends
 from fla.models.kda import KDAConfig, KDAForCausalLM
 from fla.modules import FusedLinearCrossEntropyLoss, GatedMLP, LayerNorm, RMSNorm, ShortConvolution
-from fla.modules.fused_norm_gate import FusedRMSNormGated
+from fla.modules.fused_norm_gate import FusedRMSNormGated, FusedRMSNormSwishGateLinear
+from fla.modules.norm.layernorm import RMSNormLinear
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla.ops.kda.gate import fused_kda_gate, naive_kda_gate
@@ -218,6 +219,18 @@ def test_modules_agree_with_torch(case):
         compare(norm(x), F.rms_norm(x, (16,), norm.weight, 0.3), (x, norm.weight))
 
 
+@pytest.mark.parametrize("kind", [RMSNormLinear, FusedRMSNormSwishGateLinear])
+def test_a_norm_before_a_linear_layer_agrees_with_torch(kind):
+    """fla computes the norm's result again for the gradient of the linear weight."""
+    norm = kind(16, eps=0.3)
+    torch.nn.init.normal_(norm.weight)
+    x, gate, weight = (torch.randn(n, 16, requires_grad=True) for n in (5, 5, 8))
+    gates = () if kind is RMSNormLinear else (gate,)
+    y = F.rms_norm(x, (16,), norm.weight, 0.3)
+    expected = F.linear(y * F.silu(gate) if gates else y, weight)
+    compare(norm(x, *gates, weight, None), expected, (x, *gates, weight, norm.weight))
+
+
 def compare(found, expected, tensors):
     close(found, expected)
     given = torch.randn_like(expected)
@@ -242,6 +255,10 @@ def test_the_convolution_agrees_with_torch(bias):
             rest.append(y)
         close(torch.cat(rest, 1), found.detach())
         assert torch.equal(state, x[:, -4:].transpose(1, 2))
+        added = torch.randn(2, 9, 24)
+        close(conv(x, residual=added)[0], found.detach() + added)
+        before = x[:, 4:8].transpose(1, 2).contiguous()
+        close(conv(x[:, 8:], residual=added[:, 8:], cache=before)[0], found[:, 8:].detach() + added[:, 8:])
         packed, states = conv(x.view(1, 18, 24), cu_seqlens=torch.tensor([0, 9, 18]), output_final_state=True)
         close(packed.view(2, 9, 24), found.detach())
         assert torch.equal(states, state)
@@ -281,10 +298,13 @@ def test_a_model_trains_and_writes(changes):
     used = [p for n, p in model.named_parameters() if "layers.0.attn_res" not in n and not n.startswith("lm_head")]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in (*used, model.lm_head.weight))
     model.zero_grad()
-    model.model(text, cu_seqlens=torch.tensor([0, 40, 110])).last_hidden_state.square().sum().backward()
+    # No sum of squares: behind a norm that is the same for all inputs, and its gradients are rounding.
+    given = torch.randn(1, 110, 64)
+    model.model(text, cu_seqlens=torch.tensor([0, 40, 110])).last_hidden_state.backward(given)
     together = [p.grad for p in used]
     model.zero_grad()
-    sum(model.model(part).last_hidden_state.square().sum() for part in text.split([40, 70], 1)).backward()
+    for part, grad in zip(text.split([40, 70], 1), given.split([40, 70], 1), strict=True):
+        model.model(part).last_hidden_state.backward(grad)
     for a, b in zip(together, (p.grad for p in used), strict=True):
         close(a, b, 1e-5)
     model.eval()

@@ -285,6 +285,16 @@ def test_another_version_is_refused(tmp_path, monkeypatch):
     assert home.TritonKDAKernel is STOCK[0]
 
 
+def test_a_class_that_another_plugin_has_replaced_is_left_to_it(monkeypatch):
+    """SGLang replaces a class once: ``install`` would say that ours is in use."""
+    before = dict(HookRegistry._hooks)
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched | {kda_core_sglang.TARGET})
+    with pytest.raises(UnsupportedStack, match=r"another plugin has replaced .*TritonKDAKernel: install"):
+        kda_core_sglang.install()
+    assert before == HookRegistry._hooks
+    assert home.TritonKDAKernel is STOCK[0]
+
+
 def test_sglang_runs_the_plugin():
     """SGLang applies hooks itself, when all plugins have run."""
     from sglang.srt import plugins

@@ -308,6 +308,16 @@ def test_what_is_not_served_is_refused_before_anything_changes(tmp_path, monkeyp
     assert functions("kimi_linear") == before
 
 
+def test_a_function_that_is_missing_leaves_all_as_they_were(monkeypatch):
+    before = functions("kimi_linear")
+    with monkeypatch.context() as patched:
+        patched.delattr(module_of("glm5_next"), "recurrent_kimi_delta_attention")
+        with pytest.raises(AttributeError, match="recurrent_kimi_delta_attention"):
+            kda_core_transformers.install("kimi_linear", "glm5_next")
+    assert functions("kimi_linear") == before
+    assert not kda_core_transformers._bound
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/integrations/transformers.md"])
 def test_the_line_of_the_page(page):
     before = functions("kimi_linear")

@@ -377,6 +377,17 @@ def test_another_version_is_refused(tmp_path, monkeypatch):
     assert all(f is before[place] for place, f in bound().items())
 
 
+def test_a_function_that_is_missing_leaves_all_as_they_were(monkeypatch):
+    """As in a build of vLLM without it: the functions of the first model are not bound alone."""
+    before = bound()
+    with monkeypatch.context() as patched:
+        patched.delattr(importlib.import_module(BAILING), "fused_recurrent_kda_fwd")
+        with pytest.raises(AttributeError, match="fused_recurrent_kda_fwd"):
+            kda_core_vllm.install()
+    assert bound() == before
+    assert not kda_core_vllm._bound
+
+
 def test_the_variable_names_models(monkeypatch):
     before = bound()
     monkeypatch.setenv("KDA_VLLM", "glm5next")

@@ -22,7 +22,7 @@ FILES = sorted(
 HERE = Path(__file__)
 BACKENDS = ("cpu", "nvidia", "amd")
 
-FILE_LINES, FUNCTION_LINES = 500, 80
+FILE_LINES, FUNCTION_LINES, ADAPTER_LINES = 500, 80, 150
 
 
 Graph = dict[Path, set[Path]]
@@ -105,6 +105,13 @@ def test_sentences_begin_with_their_subject():
     texts = [*FILES, *ROOT.glob("*.md"), *ROOT.glob(".ci/*"), *(ROOT / "docs").rglob("*.md")]
     late = re.compile(r'(?:# |""")(?:Of|What|Whoever|Nobody) [a-z].*')
     assert [(name(file), *found) for file in texts if (found := late.findall(file.read_text("utf-8", "replace")))] == []
+
+
+def test_files_of_adapters_are_short():
+    """An adapter says what differs between a stack and kda_core; what several of them do is in the core."""
+    adapters = [file for file in FILES if file.is_relative_to(ROOT / "integrations")]
+    assert len(adapters) > 6
+    check({name(file): len(file.read_text(encoding="utf-8").splitlines()) for file in adapters}, ADAPTER_LINES)
 
 
 def is_kernel(function: ast.FunctionDef) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+from kda_core.errors import UnsupportedStack
 from kda_core.integrations import admit
 
 __version__ = "0.1.0"
@@ -25,7 +26,7 @@ def install() -> bool:
         Whether they do: False where ``KDA_SGLANG=0`` switches it off.
 
     Raises:
-        UnsupportedStack: SGLang is missing, or another version; nothing has changed.
+        UnsupportedStack: SGLang is missing, another version, or changed by another plugin; nothing has changed.
     """
     if not admit("sglang"):
         return False
@@ -35,6 +36,8 @@ def install() -> bool:
 
     if any(hook is KdaCoreKernel for _, hook, _ in HookRegistry._hooks.get(TARGET, ())):
         return True
+    if TARGET in HookRegistry._patched:  # SGLang would leave it as it is
+        raise UnsupportedStack(f"sglang: another plugin has replaced {TARGET}: install kda_core_sglang before it")
     HookRegistry.register(TARGET, KdaCoreKernel, HookType.REPLACE)
     if _current_plugin_source.get() is None:
         # SGLang applies hooks when it has run all plugins; this is none of its runs.

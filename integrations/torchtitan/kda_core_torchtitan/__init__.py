@@ -21,7 +21,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 from kda_core import nn
-from kda_core.distributed import build_cp_context
+from kda_core.distributed import build_cp_context, layout_of_positions
 from kda_core.errors import UnsupportedStack
 from kda_core.integrations import admit
 
@@ -116,7 +116,11 @@ def _context(group, taps: int, positions: Tensor, apart: bool):
         own = _local(positions).contiguous()
         every = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(every, own, group=group)
-        layout, starts = ordered(torch.stack(every).cpu())
+        layout, starts = layout_of_positions(torch.stack(every).cpu())
+        if layout is None:
+            raise UnsupportedStack(
+                "torchtitan: expected parallelism.context_parallel_load_balancer headtail (the default) or None"
+            )
         B, T = starts.shape
         context = build_cp_context(None, group, taps, layout=layout, tokens=T, batch=B, device=own.device)
         if packed := apart and bool(starts[:, 1:].any()):
@@ -124,23 +128,6 @@ def _context(group, taps: int, positions: Tensor, apart: bool):
             context = build_cp_context(bounds, group, taps, layout=context.layout.ranges, device=own.device)
         found[key] = packed, context
     return found[key]
-
-
-def ordered(every: Tensor):
-    """The layout of tokens with the positions [ranks, B, T / ranks], and [B, T]: whether a document starts at one."""
-    halves = every.unflatten(2, (2, -1)).transpose(0, 1)
-    zigzag = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(1)], 1)
-    for layout, parts in (("contiguous", halves), ("zigzag", zigzag)):
-        whole = parts.flatten(1)
-        starts = whole == 0
-        starts[:, 0] = True
-        # Both may hold, where documents end with all parts: then both are right.
-        if bool((starts[:, 1:] | (whole.diff() == 1)).all()):
-            return layout, starts
-    raise UnsupportedStack(
-        "torchtitan: kda_core_torchtitan needs the rows' order of parallelism.context_parallel_load_balancer headtail "
-        "(torchtitan's default) or None"
-    )
 
 
 @override(target=GQAttention.Config, description="Kimi Delta Attention in every layer")

@@ -9,12 +9,12 @@ import importlib
 import os
 import sys
 from functools import cache, partial, update_wrapper, wraps
-from inspect import Parameter, signature
+from inspect import signature
 
 from torch import Tensor
 
 import kda_core
-from kda_core.integrations import admit, expect_models
+from kda_core.integrations import admit, expect_models, named
 
 __version__ = "0.1.0"
 RENAMED = {"raw_g": "g", "raw_beta": "beta", "g_bias": "dt_bias", "a_log": "A_log"}
@@ -55,15 +55,14 @@ def scatter_states(stock):
 
 def serve(operator, stock):
     """A function with the arguments and defaults of vLLM's, and an operator inside."""
-    taken = {p.name: p.default for p in signature(stock).parameters.values() if p.kind is not p.VAR_KEYWORD}
+    taken, arguments = signature(stock).parameters, named(stock)
     # A raw argument has no switch beside it, nor has a norm of q and k that is always applied.
     fixed = {"use_gate_in_kernel": "raw_g" in taken, "use_beta_sigmoid_in_kernel": "raw_beta" in taken}
     fixed |= {"use_qk_l2norm_in_kernel": "use_qk_l2norm_in_kernel" not in taken, "state_v_first": True}
-    fixed |= {RENAMED.get(name, name): x for name, x in taken.items() if x is not Parameter.empty}
 
     @wraps(stock)
     def function(*args, **kwargs):
-        given = fixed | {RENAMED.get(n, n): x for n, x in (dict(zip(taken, args)) | kwargs).items()}  # noqa: B905
+        given = fixed | {RENAMED.get(n, n): x for n, x in arguments(*args, **kwargs).items()}
         given.pop("hint", None)  # it changes no result
         bound = given.get("lower_bound") if given.pop("safe_gate", given["use_gate_in_kernel"]) else None
         return operator(**given | {"lower_bound": bound, "safe_gate": bound is not None})
@@ -131,11 +130,12 @@ def install(*models: str) -> bool:
 
     places = [*map(MODELS.get, models), *COPIES]
     vendor = "amd" if current_platform.is_rocm() else "nvidia"
-    for home, makers in [(importlib.import_module("vllm." + home.format(vendor)), makers) for home, makers in places]:
-        for name, stock in [(name, getattr(home, name)) for name in makers]:
-            if not any(stock is function for _, _, function in _bound):
-                _bound.append((stock, name, makers[name](stock)))
-                _bind(*_bound[-1])
+    homes = [(importlib.import_module("vllm." + home.format(vendor)), makers) for home, makers in places]
+    found = [(getattr(home, name), name, make) for home, makers in homes for name, make in makers.items()]
+    for stock, name, make in found:  # all are there: now something may change
+        if not any(stock in (old, new) for old, _, new in _bound):
+            _bound.append((stock, name, make(stock)))
+            _bind(*_bound[-1])
     return True
 
 
