@@ -37,11 +37,11 @@ def checked_calls(
 ) -> Iterator[None]:
     """Within the block, compare every call of this process, of any thread, with the float64 reference.
 
-    Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled, and
-    what ``commit_kda`` makes of the records that it is given: that inputs and results are finite, that results lie
-    within the conformance kit's budget (twice the error that rounding to the call's dtypes makes), that rows of padding
-    are zero, and that inputs and slots which the call must not write stay as they are. Calls take seconds rather than
-    milliseconds.
+    Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled, with
+    their checkpoints and records, and what ``commit_kda`` makes of the records that it is given: that inputs and
+    results are finite, that results lie within the conformance kit's budget (twice the error that rounding to the
+    call's dtypes makes), that rows of padding are zero, and that inputs and slots which the call must not write stay as
+    they are. Calls take seconds rather than milliseconds.
 
     Args:
         warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
