@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +35,8 @@ from kda_core.nn import KimiDeltaAttention, gated_rms_norm, kda_decode_step, sho
 
 BLOCK = 64
 """Tokens of a block of the prefix cache: the chunk of ``chunk_kda``."""
+
+MOST = 2**20  # that an option takes
 
 TIE = 1e-4
 """Logits that are closer than this may change places when they are computed in another batch."""
@@ -423,11 +426,11 @@ def plot(seconds: list[float], file: Path) -> None:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number from ``least`` on."""
+    """The type of an option that is a whole number from ``least`` to ``MOST``."""
 
     def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {least} at least, got {text}")
+        if not least <= int(text) <= MOST:
+            raise argparse.ArgumentTypeError(f"expected {least} to {MOST}, got {text}")
         return int(text)
 
     return number
@@ -459,10 +462,12 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--plot: expected a .png, .pdf or .svg file, got {options.plot}")
     try:
         torch.manual_seed(options.seed)
-        options.device = torch.empty(0, device=options.device).device
+        options.device = torch.ones(1, device=options.device).nonzero().device  # one that has values
+        if options.plot:
+            import_module("matplotlib")
         for file in filter(None, (options.json, options.plot)):
             file.open("a").close()  # before the minutes of work
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:
         parser.error(str(error).split("\n")[0])
     return options
 
@@ -473,11 +478,15 @@ def main(arguments: list[str] | None = None) -> int:
     text, config = python_help_text(), TrainingConfig(steps=options.train, seed=options.seed)
     model = ByteLM(ModelConfig())
     trainer = Trainer(model, config, Text.of(text, config.context), options.device)
+    sizes = options.slots, options.batch, options.drafts, options.piece
+    try:  # before the minutes of work, too
+        server = Server(model, *sizes, rng, DRAFTERS[options.drafter])
+    except (RuntimeError, MemoryError) as error:
+        Parser(prog="serve.py").error(str(error).split("\n")[0] or "out of memory")
     for _ in track(trainer.train(), "training", config.steps):
         pass
     model.eval()
     requests = random_requests(options.requests, text, rng)
-    server = Server(model, options.slots, options.batch, options.drafts, options.piece, rng, DRAFTERS[options.drafter])
     figures = serve(model, requests, server, show=True) | compare(model, requests)
     print(json.dumps(figures, indent=2))
     if options.json:

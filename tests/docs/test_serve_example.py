@@ -133,11 +133,14 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "-1"], "argument --requests: expected 1 at least, got -1"),
+        (["--requests", "-1"], "argument --requests: expected 1 to 1048576, got -1"),
         (["--requests", "some"], "argument --requests: invalid number value: 'some'"),
-        (["--piece", "63"], "argument --piece: expected 64 at least, got 63"),
-        (["--train", "-1"], "argument --train: expected 0 at least, got -1"),
+        (["--piece", "63"], "argument --piece: expected 64 to 1048576, got 63"),
+        (["--train", "-1"], "argument --train: expected 0 to 1048576, got -1"),
+        (["--slots", "9" * 20], "argument --slots: expected 1 to 1048576, got 99999999999999999999"),
+        (["--batch", "1048576", "--drafts", "1048576"], "memory"),
         (["--seed", "9" * 20], "Overflow"),
+        (["--device", "meta"], "meta"),
         (["--device", "nowhere"], "Expected one of cpu"),
         (["--json", "/nowhere/served.json"], "No such file or directory: '/nowhere/served.json'"),
         (["--json", "/"], "Is a directory: '/'"),
