@@ -4,8 +4,7 @@
 
 Requests for pieces of a text, many with common beginnings, arrive at a byte-level model that has read this text for
 some steps. Some are cancelled. Every request's bytes are compared with those of the model alone, greedy and in float32.
-The JSON has ``mismatched``, ``leaked_slots``, ``cache_hits``, ``preempted``, ``accepted_drafts``,
-``tokens_per_second`` and more.
+The JSON has ``mismatched``, ``leaked_slots``, ``hit_rate``, ``tokens_per_second`` and other counts.
 """
 
 from __future__ import annotations
@@ -232,7 +231,8 @@ class Server:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.done: list[Request] = []
-        self.counts = {"cache_hits": 0, "preempted": 0, "cancelled": 0, "accepted_drafts": 0, "drafted": 0, "steps": 0}
+        names = "admitted", "cache_hits", "preempted", "cancelled", "accepted_drafts", "drafted", "steps"
+        self.counts = dict.fromkeys(names, 0)
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -285,6 +285,7 @@ class Server:
             r.tokens = r.prompt + r.written
             blocks, r.prefix = self.slots.find(r.keys())
             r.read = blocks * BLOCK
+            self.counts["admitted"] += 1
             self.counts["cache_hits"] += blocks > 0
             self.running.append(r)
 
@@ -410,18 +411,17 @@ def serve(model: ByteLM, requests: list[Request], server: Server, show: bool = F
                 server.waiting.append(coming.pop(0))
             server.step()
             progress.update(task, completed=len(server.done))
-    seconds = time.perf_counter() - begun
-    written = sum(len(r.written) for r in requests)
-    figures = {"requests": len(requests), "tokens": written, "leaked_slots": server.slots.leaked(), **server.counts}
-    return figures | {"tokens_per_second": round(written / seconds, 1)}
+    seconds, counts = time.perf_counter() - begun, server.counts
+    written, hit_rate = sum(len(r.written) for r in requests), counts["cache_hits"] / max(1, counts["admitted"])
+    figures = {"requests": len(requests), "tokens": written, "leaked_slots": server.slots.leaked(), **counts}
+    return figures | {"hit_rate": round(hit_rate, 3), "tokens_per_second": round(written / seconds, 1)}
 
 
 def plot(seconds: list[float], file: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.hist([1000 * s for s in seconds], bins=40)
-    pyplot.xlabel("milliseconds of a step")
-    pyplot.ylabel("steps")
+    pyplot.gca().set(xlabel="milliseconds of a step", ylabel="steps")
     pyplot.savefig(file)
 
 
