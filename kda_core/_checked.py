@@ -18,6 +18,7 @@ import torch
 
 from kda_core import _expect, _loaded
 from kda_core._check_settings import DEFAULT_ELEMENTS, CheckSettings
+from kda_core._checks import check_values
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core._ranges import ROWS
@@ -114,6 +115,7 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
 
     def checked(request: Any) -> Any:
         from kda_core.testing.call_checks import run_checked
+        from kda_core.testing.call_samples import on_cpu
         from kda_core.testing.commit_checks import run_checked_commit
 
         # No lock: a child that is forked while a thread holds one would wait for ever.
@@ -121,7 +123,9 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
         if not settings:
             return caller(request=request)
         if hook != COMMIT and getattr(request, "commit", None) is not None:
-            # The same bits in two calls, each of which can be compared.
+            # The same bits in two calls, each of which can be compared. What is wrong with the second is said before
+            # the first writes.
+            check_values(on_cpu(request))
             backend.result(COMMIT, request.committing())
             request = request.after_commit()
         check = run_checked_commit if hook == COMMIT else run_checked

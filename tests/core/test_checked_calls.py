@@ -144,6 +144,26 @@ def test_wrong_records_are_caught(form):
     assert "of sequence" in found["records"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parents": [[-1, 0], [2, 0]]}, "parents: expected a token before token 0 of sequence 1"),
+        ({"num_committed": [0, 3]}, "num_committed: expected values from 0 to 2"),
+        ({"ssm_state_indices": [3, 5]}, "ssm_state_indices: expected slots below 5"),
+    ],
+    ids=["parents", "counts", "slots"],
+)
+def test_values_of_a_call_that_begins_with_a_commit_are_looked_at_before_it(changed, message):
+    """As on a device, where nothing else looks at them."""
+    x = inputs(T=2) | {"ssm_state_indices": torch.tensor([3, 0]), "num_committed": torch.tensor([1, 2])}
+    x |= {"records": kda_core.empty_records(2, 2, 4, 16, 8), "commit": torch.ones(2, 2, 4, 40)}
+    x |= {name: torch.tensor(value) for name, value in changed.items()} | {"initial_state": states(5)}
+    request = Call("fused_recurrent_kda", x, {"update_state": False}).request()
+    with kda_core.checked_calls(), pytest.raises(ValueError, match=message):
+        registry.named("cpu").result("kda_core_recurrent_forward", request)
+    assert torch.equal(x["initial_state"], states(5))
+
+
 def test_a_slot_that_padding_wrote_is_caught():
     x, pool = inputs(T=1), states(5)
     with registered(quiet_mutants.PaddingSlotWritten) as name, torch.no_grad():
