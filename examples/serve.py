@@ -4,8 +4,7 @@
 
 Requests for pieces of a text, many with common beginnings, arrive at a byte-level model that has read this text for
 some steps. Some are cancelled. Every request's bytes are compared with those of the model alone, greedy and in float32.
-The JSON has ``mismatched``, ``leaked_slots``, ``cache_hits``, ``preempted``, ``accepted_drafts``,
-``tokens_per_second`` and more.
+The JSON has ``mismatched``, ``leaked_slots``, ``hit_rate``, ``tokens_per_second`` and other counts.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,8 @@ from kda_core.nn import KimiDeltaAttention, gated_rms_norm, kda_decode_step, sho
 
 BLOCK = 64
 """Tokens of a block of the prefix cache: the chunk of ``chunk_kda``."""
+
+MOST = 2**20  # that an option takes
 
 TIE = 1e-4
 """Logits that are closer than this may change places when they are computed in another batch."""
@@ -229,7 +231,8 @@ class Server:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.done: list[Request] = []
-        self.counts = {"cache_hits": 0, "preempted": 0, "cancelled": 0, "accepted_drafts": 0, "drafted": 0, "steps": 0}
+        names = "admitted", "cache_hits", "preempted", "cancelled", "accepted_drafts", "drafted", "steps"
+        self.counts = dict.fromkeys(names, 0)
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -282,6 +285,7 @@ class Server:
             r.tokens = r.prompt + r.written
             blocks, r.prefix = self.slots.find(r.keys())
             r.read = blocks * BLOCK
+            self.counts["admitted"] += 1
             self.counts["cache_hits"] += blocks > 0
             self.running.append(r)
 
@@ -407,27 +411,26 @@ def serve(model: ByteLM, requests: list[Request], server: Server, show: bool = F
                 server.waiting.append(coming.pop(0))
             server.step()
             progress.update(task, completed=len(server.done))
-    seconds = time.perf_counter() - begun
-    written = sum(len(r.written) for r in requests)
-    figures = {"requests": len(requests), "tokens": written, "leaked_slots": server.slots.leaked(), **server.counts}
-    return figures | {"tokens_per_second": round(written / seconds, 1)}
+    seconds, counts = time.perf_counter() - begun, server.counts
+    written, hit_rate = sum(len(r.written) for r in requests), counts["cache_hits"] / max(1, counts["admitted"])
+    figures = {"requests": len(requests), "tokens": written, "leaked_slots": server.slots.leaked(), **counts}
+    return figures | {"hit_rate": round(hit_rate, 3), "tokens_per_second": round(written / seconds, 1)}
 
 
 def plot(seconds: list[float], file: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.hist([1000 * s for s in seconds], bins=40)
-    pyplot.xlabel("milliseconds of a step")
-    pyplot.ylabel("steps")
+    pyplot.gca().set(xlabel="milliseconds of a step", ylabel="steps")
     pyplot.savefig(file)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number from ``least`` on."""
+    """The type of an option that is a whole number from ``least`` to ``MOST``."""
 
     def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {least} at least, got {text}")
+        if not least <= int(text) <= MOST:
+            raise argparse.ArgumentTypeError(f"expected {least} to {MOST}, got {text}")
         return int(text)
 
     return number
@@ -459,10 +462,12 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--plot: expected a .png, .pdf or .svg file, got {options.plot}")
     try:
         torch.manual_seed(options.seed)
-        options.device = torch.empty(0, device=options.device).device
+        options.device = torch.ones(1, device=options.device).nonzero().device  # one that has values
+        if options.plot:
+            import_module("matplotlib")
         for file in filter(None, (options.json, options.plot)):
             file.open("a").close()  # before the minutes of work
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError, ImportError) as error:
         parser.error(str(error).split("\n")[0])
     return options
 
@@ -473,11 +478,15 @@ def main(arguments: list[str] | None = None) -> int:
     text, config = python_help_text(), TrainingConfig(steps=options.train, seed=options.seed)
     model = ByteLM(ModelConfig())
     trainer = Trainer(model, config, Text.of(text, config.context), options.device)
+    sizes = options.slots, options.batch, options.drafts, options.piece
+    try:  # before the minutes of work, too
+        server = Server(model, *sizes, rng, DRAFTERS[options.drafter])
+    except (RuntimeError, MemoryError) as error:
+        Parser(prog="serve.py").error(str(error).split("\n")[0] or "out of memory")
     for _ in track(trainer.train(), "training", config.steps):
         pass
     model.eval()
     requests = random_requests(options.requests, text, rng)
-    server = Server(model, options.slots, options.batch, options.drafts, options.piece, rng, DRAFTERS[options.drafter])
     figures = serve(model, requests, server, show=True) | compare(model, requests)
     print(json.dumps(figures, indent=2))
     if options.json:

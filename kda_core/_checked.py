@@ -18,6 +18,7 @@ import torch
 
 from kda_core import _expect, _loaded
 from kda_core._check_settings import DEFAULT_ELEMENTS, CheckSettings
+from kda_core._checks import check_values
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core._ranges import ROWS
@@ -37,11 +38,11 @@ def checked_calls(
 ) -> Iterator[None]:
     """Within the block, compare every call of this process, of any thread, with the float64 reference.
 
-    Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled, and
-    what ``commit_kda`` makes of the records that it is given: that inputs and results are finite, that results lie
-    within the conformance kit's budget (twice the error that rounding to the call's dtypes makes), that rows of padding
-    are zero, and that inputs and slots which the call must not write stay as they are. Calls take seconds rather than
-    milliseconds.
+    Checked are ``chunk_kda``, ``fused_recurrent_kda`` and ``kda_gate``, forward and backward, eager and compiled, with
+    their checkpoints and records, and what ``commit_kda`` makes of the records that it is given: that inputs and
+    results are finite, that results lie within the conformance kit's budget (twice the error that rounding to the
+    call's dtypes makes), that rows of padding are zero, and that inputs and slots which the call must not write stay as
+    they are. Calls take seconds rather than milliseconds.
 
     Args:
         warn: warn (``CheckWarning``) rather than raise ``CheckFailed``.
@@ -113,6 +114,7 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
 
     def checked(request: Any) -> Any:
         from kda_core.testing.call_checks import run_checked
+        from kda_core.testing.call_samples import on_cpu
         from kda_core.testing.commit_checks import run_checked_commit
 
         # No lock: a child that is forked while a thread holds one would wait for ever.
@@ -120,7 +122,9 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
         if not settings:
             return caller(request=request)
         if hook != COMMIT and getattr(request, "commit", None) is not None:
-            # The same bits in two calls, each of which can be compared.
+            # The same bits in two calls, each of which can be compared. What is wrong with the second is said before
+            # the first writes.
+            check_values(on_cpu(request))
             backend.result(COMMIT, request.committing())
             request = request.after_commit()
         check = run_checked_commit if hook == COMMIT else run_checked

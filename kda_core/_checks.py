@@ -26,6 +26,7 @@ from kda_core._expect import (
     expect_int,
     expect_no_overlap,
     expect_number,
+    expect_own_memory,
     expect_shape,
     expect_tensor,
     fail,
@@ -35,7 +36,7 @@ from kda_core._expect import (
     shape_of,
     state_dtypes,
 )
-from kda_core._overlaps import extent, share_memory
+from kda_core._overlaps import extent
 from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
 from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
 
@@ -181,13 +182,7 @@ def _check_places(r: Request) -> None:
 
 def _check_written(r: Request) -> None:
     """Refuse ``out`` and a pool that share memory with other tensors of the call."""
-    tensors = {n: t for n, t in vars(r).items() if type(t) in (Tensor, Parameter)}
-    for name in r.written:
-        written = tensors.pop(name, None)
-        for other, t in tensors.items():
-            if written is not None and t.device == written.device and share_memory(written, t):
-                same = written.data_ptr() == t.data_ptr()
-                fail(name, "memory of its own", f"the memory of {other}" if same else f"memory that {other} overlaps")
+    expect_own_memory(vars(r), r.written)
     if r.memo is not None:
         r.memo[extent] = tuple(map(extent, (r.q, r.k, r.v, r.g, r.beta, r.initial_state, r.out)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.masked import is_masked_tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from kda_core._overlaps import meets_itself
+from kda_core._overlaps import extent, meets_itself, share_memory
 from kda_core.request import DATA, Request
 
 DATA_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -101,6 +101,19 @@ def expect_no_overlap(name: str, t: Tensor) -> None:
             fail(name, "memory of its own for every element", f"an expanded tensor with strides {tuple(t.stride())}")
     if type(t) in (Tensor, Parameter) and meets_itself(t):  # sizes of traced tensors may be symbols
         fail(name, "memory of its own for every element", f"overlapping ones with strides {tuple(t.stride())}")
+
+
+def expect_own_memory(tensors: Mapping[str, Any], written: Iterable[str]) -> None:
+    """Refuse arguments that are written to and share memory with another one; those that are no tensors are passed."""
+    others = {n: (t, b := t.data_ptr(), b + extent(t)) for n, t in tensors.items() if type(t) in (Tensor, Parameter)}
+    for name in written:
+        if name not in others:
+            continue
+        target, first, last = others.pop(name)
+        for other, (t, begin, end) in others.items():
+            if begin < last and first < end and t.device == target.device and share_memory(target, t):
+                same = target.data_ptr() == t.data_ptr()
+                fail(name, "memory of its own", f"the memory of {other}" if same else f"memory that {other} overlaps")
 
 
 def expect_rows(name: str, t: Tensor) -> None:

@@ -14,6 +14,7 @@ from kda_core._expect import (
     expect_flag,
     expect_int,
     expect_no_overlap,
+    expect_own_memory,
     expect_rows,
     expect_shape,
     expect_tensor,
@@ -21,7 +22,6 @@ from kda_core._expect import (
     shape_of,
     state_dtypes,
 )
-from kda_core._overlaps import share_memory
 from kda_core._pool_slots import PoolSlots, slot_rows
 from kda_core.request import CommitRequest, Request
 
@@ -96,7 +96,8 @@ def _check_pool(name: str, pool: Tensor, r: Request) -> None:
     """Check a pool that is written, by its metadata."""
     expect_tensor(name, pool, state_dtypes(r), r.device)
     if pool.dim() != 4 or tuple(pool.shape[1:]) != r.state_shape[1:]:
-        fail(name, f"shape [slots, *{list(r.state_shape[1:])}], as initial_state", shape_of(pool))
+        expected = ", ".join(map(str, r.state_shape[1:]))
+        fail(name, f"shape [slots, {expected}], as initial_state", shape_of(pool))
     expect_no_overlap(name, pool)
 
 
@@ -212,10 +213,7 @@ def check_commit_values(
         if not all(0 <= token < length for token in taken):
             fail(path, f"tokens from 0 to {length - 1} of sequence {n}", f"{taken}")
     if r.memo is None or check_commit_values not in r.memo:
-        for name in ("records", "num_accepted", "state_indices", "cu_seqlens", "path"):
-            other = getattr(r, name)
-            if other is not None and other.device == r.pool.device and share_memory(r.pool, other):
-                fail("pool", "memory of its own", f"memory that {name} overlaps")
+        expect_own_memory(vars(r), r.written)
         if r.memo is not None:
             r.memo[check_commit_values] = True
 

@@ -350,7 +350,8 @@ class DecodeStepRequest:
         weight: [D, W].
         bias: [D] or None.
         state: [slots, HV, K, V] (V and K exchanged with ``state_v_first``), a head's numbers contiguous; advanced.
-        indices: [N], a slot read and written; [N, T], a slot written for each token; None: slot n of sequence n.
+        indices: [N] or [N, 1], a slot read and written; [N, T] and more, a slot written for each token; None: slot n of
+            sequence n.
         accepted: [N] or None: sequence n starts from slot [n, accepted - 1], and from [n, 0] without it.
         A_log, dt_bias: [HV], [HV, K] or None.
         norm_gate: [N, T, HV, V] or None: no norm.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_core import _loaded
 from kda_core._bind import by_head
 from kda_core._checks import PYTHON, check, check_values, expect_flag, python_value
-from kda_core._expect import expect_no_overlap
-from kda_core._overlaps import share_memory
+from kda_core._expect import expect_no_overlap, expect_own_memory
 from kda_core._torch_private import cat
 from kda_core.api import fused_recurrent_kda
 from kda_core.capabilities import Feature
@@ -34,6 +34,11 @@ TENSORS = (
 _RECORDS = frozenset({Feature.DRAFT_RECORDS})
 _OWN_NAMES = {"q": "mixed_qkv", "initial_state": "state", "ssm_state_indices": "state_indices"}
 """Arguments of ``fused_recurrent_kda`` that have another name here."""
+_PUBLIC = {
+    "x": "mixed_qkv", "weight": "conv_weight", "bias": "conv_bias", "indices": "state_indices",
+    "accepted": "num_accepted_tokens",
+}  # fmt: skip
+"""Fields of a request that have another name in the function."""
 _ARGUMENTS = tuple(inspect.signature(fused_recurrent_kda).parameters.keys() - {"backend"})
 
 
@@ -92,7 +97,8 @@ def kda_decode_step(
             ValueError on the CPU, skipped on other devices.
         num_accepted_tokens: [N], beside [N, T] slots: sequence n starts from slot [n, accepted - 1].
         norm_eps: as ``eps`` of ``gated_rms_norm``.
-        out: [N, HV, V], or [N, T, HV, V], in the dtype of ``mixed_qkv``: written and returned.
+        out: [N, HV, V], or [N, T, HV, V], in the dtype of ``mixed_qkv``: written and returned; no overlap with the
+            other tensors.
         backend: name of a backend, as in ``chunk_kda``.
         records: [N, T, HV, 2K + V] of ``empty_records``, T = 1 for one token: as in ``fused_recurrent_kda`` the tokens
             are recorded, and both states stay as they are until a later call commits some of them. Needs
@@ -149,7 +155,8 @@ def kda_decode_step(
     for name in TENSORS if torch.is_grad_enabled() else ():
         if getattr(tensors[name], "requires_grad", False):
             raise ValueError(f"{name}: kda_decode_step is not differentiable; use torch.no_grad(), or detach it")
-    if own is None:
+    # Checked calls (KDA_CHECK=1) look at the operators' requests: those of the three calls.
+    if own is None or _loaded.watch is not None:
         _check(request)
         o = _in_parts(request, backend)
     else:
@@ -185,6 +192,8 @@ def _check(r: DecodeStepRequest) -> None:
     if (r.commit is None) != (r.commit_inputs is None):
         raise ValueError("commit, commit_inputs: expected both or neither")
     if r.commit is not None and r.commit_inputs is not None:
+        expect_tensor("commit", r.commit, 4)
+        expect_tensor("commit_inputs", r.commit_inputs, 3)
         expect_shape("commit_inputs", r.commit_inputs, (N, *r.commit.shape[1:2], D))
         if r.commit_inputs.dtype != r.x.dtype:
             raise TypeError(f"commit_inputs: expected {r.x.dtype}, as mixed_qkv, got {r.commit_inputs.dtype}")
@@ -207,9 +216,12 @@ def _check(r: DecodeStepRequest) -> None:
             check_values(request)
         except (TypeError, ValueError) as error:
             raise type(error)(re.sub(r"\w+", lambda word: _OWN_NAMES.get(word[0], word[0]), str(error))) from None
-        expect_no_overlap("conv_state", r.conv_state)
-        if is_eager(r.state, r.conv_state) and share_memory(r.state, r.conv_state):
-            raise ValueError("conv_state: expected memory of its own, got memory that state overlaps")
+        for name, t in (("conv_state", r.conv_state), ("out", r.out)):
+            if t is not None:
+                expect_no_overlap(name, t)
+        given = {_PUBLIC.get(name, name): t for name, t in vars(r).items() if isinstance(t, Tensor)}
+        if is_eager(*given.values()):
+            expect_own_memory(given, ("out", "conv_state", "state", "records"))
 
 
 def _recurrence(r: DecodeStepRequest, y: Tensor) -> Request:

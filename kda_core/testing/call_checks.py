@@ -32,6 +32,7 @@ from kda_core.testing import budgets, finite, references
 from kda_core.testing.budgets import Budget
 from kda_core.testing.call_samples import OPTIONS, Sample, Slots, on_cpu
 from kda_core.testing.inputs import Call
+from kda_core.testing.kept_states import Kept, kept_states
 
 Result = TypeVar("Result")
 
@@ -270,7 +271,7 @@ class _CallCheck(_Check):
         self.slots = Slots(self.indexed) if has_pool else None
         self.sample = Sample(self.indexed, self.slots, settings.elements, _choice)
         self.rows = finite.live_rows(self.indexed, None if self.slots is None else self.slots.skipped)
-        self.pool_before: Tensor | None = None
+        self.pools_before: dict[str, Tensor] = {}
 
     def compared(self) -> str:
         return str(self.sample)
@@ -297,8 +298,7 @@ class _CallCheck(_Check):
         if slots is not None and r.initial_state is not None:
             read = [i for i, slot in enumerate(slots.used) if slot in slots.read]
             problems += finite.faults("initial_state", slots.states[read], [slots.used[i] for i in read])
-            if r.written_states is not None:
-                self.pool_before = bit_sum(getattr(r, r.written_states), by_slot=True)
+            self.pools_before = {n: bit_sum(getattr(r, n), by_slot=True) for n in self._slots_written()}
         self.remember_inputs(frozenset(filter(None, [r.written_states])))
         self.call = self.sample.call()
         return problems
@@ -315,8 +315,10 @@ class _CallCheck(_Check):
             if by_row:
                 problems += finite.padding_faults(name, t, self.rows)
         if self.slots is not None and self.request.initial_state is not None:
-            slots = sorted(self.slots.written())
-            problems += finite.faults("final_state", self._pool()[slots], slots)
+            for name, written in self._slots_written().items():
+                slots = sorted(written)
+                what = "final_state" if name == self.request.written_states else name
+                problems += finite.faults(what, getattr(self.request, name)[slots], slots)
         if not self.sample.sequences:
             return problems
         call, got = self.call, self._sampled(results)
@@ -328,7 +330,24 @@ class _CallCheck(_Check):
         exact, allowed = references.results(call), budgets.budgets(call, self.request.device)
         dtypes = budgets.result_dtypes(call.request())
         expected = {n: (exact[n], dtypes[n], allowed[n]) for n in got}
-        return self.compare(got, expected, self.request.q.dtype, self.sample.place)
+        problems = self.compare(got, expected, self.request.q.dtype, self.sample.place)
+        if self.slots is None:
+            return problems
+        for kept in kept_states(self.request, self.sample, self.call, self.settings.elements, _choice):
+            problems += [f"{kept.name}: {problem}" for problem in self._kept_off(kept)]
+        return problems
+
+    def _kept_off(self, kept: Kept) -> list[str]:
+        """Sentences about checkpoints, or states that records replay, outside the budget of final states."""
+
+        def place(name: str, where: tuple[int, ...]) -> str:
+            return f"{kept.places[where[0]]}, head {self.sample.value_heads.start + where[1]}"
+
+        exact = references.results(kept.call)["final_state"]
+        budget = budgets.budgets(kept.call, self.request.device)["final_state"]
+        return self.compare(
+            {"final_state": kept.states}, {"final_state": (exact, kept.dtype, budget)}, kept.dtype, place
+        )
 
     def _gradients(self) -> dict[str, Tensor]:
         """The gradients that the sample's backward starts from."""
@@ -365,21 +384,26 @@ class _CallCheck(_Check):
         """The pool that the call writes to, or reads if it writes to none."""
         return getattr(self.request, self.request.written_states or "initial_state")
 
+    def _slots_written(self) -> dict[str, set[int]]:
+        """The slots that the call may write, by the name of their pool."""
+        found: dict[str, set[int]] = {}
+        r, slots = self.request, self.slots
+        if slots is not None:
+            for name, written in ((r.written_states, slots.written()), (r.checkpoint_states, slots.checkpoints())):
+                if name is not None:
+                    found[name] = found.get(name, set()) | written
+        return found
+
     def _touched_slots(self) -> list[str]:
-        """Slots of the pool that changed though the call does not write them."""
-        if self.pool_before is None or self.slots is None:
-            return []
-        changed = (bit_sum(self._pool(), by_slot=True) != self.pool_before).nonzero()[:, 0].tolist()
-        allowed = self.slots.written()
-        if self.request.checkpoint_states == self.request.written_states:
-            allowed |= self.slots.checkpoints()
-        wrong = sorted(set(changed) - allowed)
-        many = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return (
-            [f"{self.request.written_states}: slot {wrong[0]}{many} changed, which this call must not write"]
-            if wrong
-            else []
-        )
+        """Slots of the pools that changed though the call does not write them."""
+        found = []
+        for name, allowed in self._slots_written().items() if self.pools_before else ():
+            changed = (bit_sum(getattr(self.request, name), by_slot=True) != self.pools_before[name]).nonzero()
+            wrong = sorted({*changed[:, 0].tolist()} - allowed)
+            many = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            if wrong:
+                found.append(f"{name}: slot {wrong[0]}{many} changed, which this call must not write")
+        return found
 
 
 class _GateCheck(_Check):

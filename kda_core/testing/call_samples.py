@@ -56,6 +56,7 @@ class Slots:
         states: what ``used`` held before the call, on the pool's device.
         rows, targets: [N][W] slots by sequence that are read, and that are written; -1 where none is used. Both are in
             ``rows`` where the call has one table.
+        kept: [N][M] slots of checkpoints, -1 where there is none.
         accepted: [N] which of them a sequence starts from, or None.
         given: [N] whether a sequence starts from its slot rather than from zero, or None.
     """
@@ -66,7 +67,7 @@ class Slots:
         self.accepted = None if r.num_accepted_tokens is None else r.num_accepted_tokens.tolist()
         self.given = None if r.has_initial_state is None else r.has_initial_state.tolist()
         self.skipped, self.read = [slot < 0 for slot in found.start], {slot for slot in found.read if slot >= 0}
-        self.targets, self._checkpoints = found.written, found.checkpoints
+        self.targets, self.kept = found.written, found.checkpoints
         table = r.ssm_state_indices
         width = 1 if table is None or table.dim() == 1 else table.shape[1]
         self.rows = [[*row] if r.final_state_indices is None else [-1] * width for row in self.targets]
@@ -85,7 +86,7 @@ class Slots:
 
     def checkpoints(self) -> set[int]:
         """The slots that its checkpoints are written to."""
-        return {slot for row in self._checkpoints for slot in row if slot >= 0}
+        return {slot for row in self.kept for slot in row if slot >= 0}
 
     def written_by(self, sequences: Iterable[int], lengths: list[int]) -> list[int]:
         """The slots that the first tokens of some sequences write, in order of sequence and token."""

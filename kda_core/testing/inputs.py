@@ -13,6 +13,7 @@ from torch import Tensor
 import kda_core
 from kda_core._bind import bind
 from kda_core._pool_slots import PoolSlots
+from kda_core.reference import sequence_bounds
 from kda_core.request import DATA, Request
 from kda_core.testing.finite import live_rows, padding_faults
 
@@ -124,14 +125,19 @@ class Call:
         return call if "parents" not in self.tensors else call.with_sequences(self.request().branches())
 
     def with_sequences(self, rows: list[tuple[int, list[int]]]) -> Call:
-        """The dense call's tokens as packed sequences: (number of a sequence, its tokens) of each."""
-        index = [(n, t) for n, tokens in rows for t in tokens]
-        of_row, token = torch.tensor(index, dtype=torch.long).reshape(-1, 2).unbind(1)
-        data = {name: self.tensors[name][of_row, token][None] for name in DATA}
+        """The call's tokens as packed sequences: (number of a sequence, its tokens) of each."""
+        data = {name: self.packed(self.tensors[name], rows) for name in DATA}
         lengths = torch.tensor([0, *(len(tokens) for _, tokens in rows)])
         owner = torch.tensor([n for n, _ in rows], dtype=torch.long)
         states = self.tensors["initial_state"][owner]
         return self.having(**data, cu_seqlens=lengths.cumsum(0), initial_state=states)
+
+    def packed(self, t: Tensor, rows: list[tuple[int, list[int]]]) -> Tensor:
+        """The rows of these tokens, one sequence behind the other, of a tensor [B, T, ...] beside the call."""
+        bounds = sequence_bounds(self.request())
+        index = [(bounds[n][0], bounds[n][1] + t) for n, tokens in rows for t in tokens]
+        of_row, token = torch.tensor(index, dtype=torch.long, device="cpu").reshape(-1, 2).unbind(1)
+        return t[of_row, token][None]
 
     def in_pool(self, indices: Tensor, slots: int, accepted: Tensor | None = None) -> Call:
         """The call on a pool of that many slots, full of NaN but for the states that its sequences start from."""

@@ -14,6 +14,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "one token": {},
     "slots": {"slots": [4, 0, 2]},
     "three tokens": {"T": 3},
+    "a column of slots": {"T": 3, "slots": [[4], [0], [2]]},
     "no slots to pad": {"T": 2, "pad_slot_id": 1},
     "drafts": {
         "H": 1, "T": 3, "v_first": True, "slots": [[1, 5, 2], [6, 0, 9], [3, 4, 8]], "lower_bound": -5.0,

@@ -145,7 +145,8 @@ def plan_decode_step(
     b = Builder()
     N, T, D = r.x.shape
     HV, K, H, V, dtype = r.g.shape[2], r.g.shape[3], r.H, r.V, r.x.dtype
-    indices, every_token = r.indices, r.indices is not None and r.indices.dim() == 2
+    indices = r.indices
+    every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
     x, o, accepted = b.rows(r.x), r.out, b.dense(r.accepted)
     inputs = None if r.commit_inputs is None else b.rows(r.commit_inputs)
     y = b.scratch("y", (N, T, D), dtype)

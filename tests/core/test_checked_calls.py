@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 
+import draft_mutants
 import mutants
 import pytest
 import quiet_mutants
@@ -103,6 +104,64 @@ def test_decoding_from_the_wrong_slot_is_caught():
         )
     assert found.keys() == {"o", "final_state"}
     assert "slot" in found["final_state"]
+
+
+@mutants.answered
+def checkpoint_slots_rounded(r, result):
+    """Checkpoints are rounded, and slot 0 of their pool is written by nobody."""
+    pool = getattr(r, r.checkpoint_states)
+    pool[1:] *= 1.001
+    pool[0] = 0
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in the pool", "in another pool"])
+def test_wrong_checkpoints_are_caught(apart):
+    x = inputs(T=128) | {"initial_state": states(6), "ssm_state_indices": torch.tensor([5, 4]), "checkpoint_every": 64}
+    x |= {"checkpoint_indices": torch.tensor([[1, 2], [-1, 3]]), "checkpoint_pool": states(4) if apart else None}
+    where = "checkpoint_pool" if apart else "initial_state"
+    with torch.no_grad():
+        with registered(checkpoint_slots_rounded) as name:
+            found = problems_of(lambda: kda_core.chunk_kda(**x, backend=name))
+        assert {"checkpoints", where} <= found.keys()
+        assert "slot 0 changed" in found[where]
+        with registered(quiet_mutants.checkpoint_at_the_end_forgotten) as name:
+            found = problems_of(lambda: kda_core.chunk_kda(**x, backend=name))
+    assert found.keys() == {"checkpoints"}
+    assert "128 tokens of sequence" in found["checkpoints"]
+
+
+@pytest.mark.parametrize("form", ["dense", "packed", "tree"])
+def test_wrong_records_are_caught(form):
+    x = inputs(B=1 if form == "packed" else 2, T=6) | {"initial_state": states(5)}
+    x |= {"ssm_state_indices": torch.tensor([3, 0]), "records": kda_core.empty_records(*x["beta"].shape, 16, 8)}
+    if form == "packed":
+        x["cu_seqlens"] = torch.tensor([0, 4, 6])
+    if form == "tree":
+        x["parents"] = torch.tensor([[-1, 0, 0, 1, 1, -1], [-1, 0, 1, 2, 3, 4]])
+    with registered(draft_mutants.records_one_token_off) as name, torch.no_grad():
+        found = problems_of(lambda: kda_core.fused_recurrent_kda(**x, backend=name))
+    assert found.keys() == {"records"}
+    assert "of sequence" in found["records"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parents": [[-1, 0], [2, 0]]}, "parents: expected a token before token 0 of sequence 1"),
+        ({"num_committed": [0, 3]}, "num_committed: expected values from 0 to 2"),
+        ({"ssm_state_indices": [3, 5]}, "ssm_state_indices: expected slots below 5"),
+    ],
+    ids=["parents", "counts", "slots"],
+)
+def test_values_of_a_call_that_begins_with_a_commit_are_looked_at_before_it(changed, message):
+    """As on a device, where nothing else looks at them."""
+    x = inputs(T=2) | {"ssm_state_indices": torch.tensor([3, 0]), "num_committed": torch.tensor([1, 2])}
+    x |= {"records": kda_core.empty_records(2, 2, 4, 16, 8), "commit": torch.ones(2, 2, 4, 40)}
+    x |= {name: torch.tensor(value) for name, value in changed.items()} | {"initial_state": states(5)}
+    request = Call("fused_recurrent_kda", x, {"update_state": False}).request()
+    with kda_core.checked_calls(), pytest.raises(ValueError, match=message):
+        registry.named("cpu").result("kda_core_recurrent_forward", request)
+    assert torch.equal(x["initial_state"], states(5))
 
 
 def test_a_slot_that_padding_wrote_is_caught():

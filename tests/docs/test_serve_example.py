@@ -86,7 +86,8 @@ def test_everything_happens():
     requests = [serve.Request(list(TEXT[:200]), 30, i // 2, 12 if i == 1 else None) for i in range(8)]
     found = served(requests, 4, 3, 2, 64, Watched)
     assert (found["mismatched"], found["leaked_slots"]) == (0, 0)
-    assert found["cache_hits"] > 0
+    assert found["admitted"] >= 8
+    assert found["hit_rate"] == round(found["cache_hits"] / found["admitted"], 3) > 0
     assert 0 < found["accepted_drafts"] < found["drafted"]
     assert counts == {0, 1, 2, 3}
     assert stopped == {"cancelled", "preempted", "ended"}
@@ -126,18 +127,29 @@ def test_command_line(tmp_path):
     file = tmp_path / "served.json"
     assert serve.main(["--requests", "4", "--train", "1", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    names = ("mismatched", "leaked_slots", "cache_hits", "preempted", "accepted_drafts", "tokens_per_second")
+    names = (
+        "mismatched",
+        "leaked_slots",
+        "cache_hits",
+        "preempted",
+        "accepted_drafts",
+        "tokens_per_second",
+        "hit_rate",
+    )
     assert set(names) <= found.keys()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "-1"], "argument --requests: expected 1 at least, got -1"),
+        (["--requests", "-1"], "argument --requests: expected 1 to 1048576, got -1"),
         (["--requests", "some"], "argument --requests: invalid number value: 'some'"),
-        (["--piece", "63"], "argument --piece: expected 64 at least, got 63"),
-        (["--train", "-1"], "argument --train: expected 0 at least, got -1"),
+        (["--piece", "63"], "argument --piece: expected 64 to 1048576, got 63"),
+        (["--train", "-1"], "argument --train: expected 0 to 1048576, got -1"),
+        (["--slots", "9" * 20], "argument --slots: expected 1 to 1048576, got 99999999999999999999"),
+        (["--batch", "1048576", "--drafts", "1048576"], "memory"),
         (["--seed", "9" * 20], "Overflow"),
+        (["--device", "meta"], "meta"),
         (["--device", "nowhere"], "Expected one of cpu"),
         (["--json", "/nowhere/served.json"], "No such file or directory: '/nowhere/served.json'"),
         (["--json", "/"], "Is a directory: '/'"),

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import toys
 
-from kda_core import empty_records
+from kda_core import checked_calls, empty_records
+from kda_core.hookspecs import hookimpl
 from kda_core.nn import kda_decode_step
 from kda_core.testing.layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step, with_slots
 
@@ -214,6 +216,26 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "conv_state: expected memory of its own",
     ),
+    "out in the inputs": (
+        {"mixed_qkv": BLOCK[:576].view(3, 192), "out": BLOCK[:192].view(3, 2, 32)},
+        ValueError,
+        "^out: expected memory",
+    ),
+    "out is the norm's gate": ({"norm_gate": (gate := torch.zeros(3, 2, 32)), "out": gate}, ValueError, "^out: exp"),
+    "out's memory": ({"out": torch.zeros(1, 2, 32).expand(3, -1, -1)}, ValueError, "^out: expected memory of its own"),
+    "the norm's gate in the state": (
+        {"state": BLOCK.view(7, 2, 32, 32), "norm_gate": BLOCK[:192].view(3, 2, 32)},
+        ValueError,
+        "^state: expected me",
+    ),
+    "inputs of a commit in the conv state": (
+        RECORDED | COMMIT | {"conv_state": BLOCK[:4032].view(7, 3, 192), "commit_inputs": BLOCK[:1152].view(3, 2, 192)},
+        ValueError,
+        "^conv_state: expected memory of its own",
+    ),
+    "a commit that is none": (RECORDED | COMMIT | {"commit": [1]}, TypeError, "^commit: expected a tensor"),
+    "a commit's dimensions": (RECORDED | COMMIT | {"commit": torch.zeros(3, 2, 96)}, ValueError, "^commit: expected 4"),
+    "inputs that are none": (RECORDED | COMMIT | {"commit_inputs": 3}, TypeError, "^commit_inputs: expected a tensor"),
     "a number": ({"mixed_qkv": 3}, TypeError, "mixed_qkv: expected a tensor"),
     "dimensions": ({"mixed_qkv": torch.zeros(192)}, ValueError, "mixed_qkv: expected"),
 }
@@ -227,3 +249,31 @@ def test_bad_input_is_refused_before_anything_is_written(name: str):
     with pytest.raises(error, match=message):
         kda_decode_step(**call)
     assert all(torch.equal(t, call[n]) for n, t in kept.items())
+
+
+class Stepping(toys.Toy):
+    """A backend with a step of its own, which looks at no slot."""
+
+    steps = 0
+
+    @hookimpl
+    def kda_core_decode_step(self, request):
+        request.memo["planned"] = True
+        self.steps += 1
+        return torch.zeros_like(request.norm_gate)
+
+
+def test_checked_calls_look_at_the_slots_of_a_step():
+    """A backend's own step is no operator, and checks of a kind's first call are not made again."""
+    with toys.installed(toy := Stepping("stepping", features=())):
+        kda_decode_step(**step("one token") | SLOTS)
+        past = step("one token") | {"state_indices": torch.tensor([0, 7, 1])}
+        kda_decode_step(**past)
+        call, plain = step("one token") | SLOTS, step("one token") | SLOTS
+        with checked_calls():
+            o = kda_decode_step(**call)
+            with pytest.raises(ValueError, match=r"^state_indices: expected slots below 7"):
+                kda_decode_step(**past)
+        assert toy.steps == 2
+    assert torch.equal(o, kda_decode_step(**plain))
+    assert torch.equal(call["state"], plain["state"])

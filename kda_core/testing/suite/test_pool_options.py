@@ -163,13 +163,14 @@ def test_what_may_not_be_written(kda, op: str, T: int):
         assert same_bits(tensors["initial_state"], call.tensors["initial_state"])
 
 
-def _computed(kda, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the written pool of a call whose indices nobody has checked."""
+def _computed(kda, call: Call) -> list[torch.Tensor]:
+    """The output and the written pools of a call whose indices nobody has checked."""
     tensors = {n: t.to(kda.device, copy=True) for n, t in call.tensors.items()}
     request = call.having(**tensors).request()
     hook = "kda_core_chunk_forward" if call.op == "chunk_kda" else "kda_core_recurrent_forward"
     o = registry.named(kda.name).call(hook, request=request).o
-    return o.cpu(), getattr(request, request.written_states).cpu()
+    pools = dict.fromkeys(filter(None, (request.written_states, request.checkpoint_states)))
+    return [o.cpu(), *(getattr(request, name).cpu() for name in pools)]
 
 
 @FUNCTIONS
@@ -186,6 +187,9 @@ def test_index_past_the_pool(kda, op: str, T: int, far: int):
         table = indices([4, 1, -1], [0, 5, 3], [-1, 2, 2])
         calls += [(draft(kda).in_pool(table, 6), "ssm_state_indices", 2)]
         calls += [(draft(kda).in_pool(indices(2, 0, 1), 9).written_elsewhere(table, 6), "final_state_indices", 2)]
+    if op == "chunk_kda" and kda.declares(Feature.CHECKPOINTS):
+        kept, table = sequences(kda, op, T).in_pool(indices(4, 0, 2), 6), indices([5], [-1], [1])
+        calls += [(_kept(kept, table, 64, slots), "checkpoint_indices", 2) for slots in (0, 6)]
     for padded, name, dims in calls:
         slots = padded.tensors[name]
         assert slots.dim() == dims
