@@ -122,7 +122,7 @@ def _watch(backend: Backend, hook: str, caller: Callable[..., Any]) -> Callable[
         if not settings:
             return caller(request=request)
         if hook != COMMIT and getattr(request, "commit", None) is not None:
-            # The same bits in two calls, each of which can be compared. What is wrong with the second is said before
+            # The same bits in two calls, each of which can be compared. Faults of the second are said before
             # the first writes.
             check_values(on_cpu(request))
             backend.result(COMMIT, request.committing())

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 def kept_states(r: Request, sample: Sample, call: Call, elements: int, choice: random.Random) -> Iterator[Kept]:
-    """What a call has kept of a sample's sequences, after the call.
+    """States that a call has kept of a sample's sequences, after the call.
 
     Args:
         r: the request. call: the sample as a call, as it was before the request ran.
