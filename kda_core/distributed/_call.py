@@ -50,11 +50,11 @@ class Ranks:
 
     def forward(self, r: Request) -> ForwardResult:
         s = self.s
-        found, matrices, saved, _ = forward(r, s, self.name, self.known)
+        found, matrices = forward(r, s, self.name, self.known)
         if not r.save_for_backward:
             return found
         # The tables, too: they must not change before the backward.
-        return ForwardResult(found.o, found.final_state, None, (*s[:3], matrices, *saved))  # type: ignore[arg-type]
+        return ForwardResult(found.o, found.final_state, None, (*s[:3], matrices, *found.saved))  # type: ignore[arg-type]
 
     def check_saved(self, r: Request, saved: Any) -> None:
         """Nothing is announced."""
@@ -244,9 +244,9 @@ def _take(values: dict[str, Any]) -> tuple[Request, Shared, str | None]:
 def _operator(*args: Any) -> tuple[Tensor, ...]:
     _autograd.refuse_tangents("chunk_kda", *args)
     r, s, name = _take(_FORWARD.bind(args, {}))
-    result, matrices, saved, _ = forward(r, s, name)
+    result, matrices = forward(r, s, name)
     matrices = r.q.new_empty(0) if matrices is None else matrices[..., : r.K].contiguous()
-    return _results(r, result.o, result.final_state, result.h, matrices, _flat(saved, s))
+    return _results(r, result.o, result.final_state, result.h, matrices, _flat(result.saved, s))
 
 
 def _flat(saved: Sequence[Tensor], s: Shared) -> list[Tensor]:
@@ -268,6 +268,11 @@ def _saved_of(flat: Sequence[Tensor], parts: Sequence[tuple[Chosen, Request]]) -
     return tuple(found)
 
 
+def _chosen_parts(r: Request, s: Shared, name: str | None) -> list[tuple[Chosen, Request]]:
+    """Who serves each call that this rank makes, and those calls."""
+    return [part.chosen(q, name) for q, part in s.parts(r)]
+
+
 def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
     absent = [r.v.new_empty(0) for _ in range(PLACES - len(saved))]
     return o, _ops.or_absent(final, r.v), _ops.or_absent(h, r.v), matrices, *saved, *absent
@@ -275,7 +280,7 @@ def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved:
 
 def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     r, s, name = _take(_FORWARD.bind(args, {}))
-    parts = s.chosen_parts(r, name)
+    parts = _chosen_parts(r, s, name)
     final = h = None
     shape = (s.sequences, *r.state_shape[1:])
     if r.output_final_state:
@@ -289,7 +294,7 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
         specs = [*zip(*(c.halves.saved_spec(call) for c, call in parts), strict=True)]
         if parts and not parts[0][0].alone:
             slots = (s.dense or 1) if s.grid else s.slots.shape[1]
-            count = s.fragments.shape[-1] - 1 if parts[0][0].keeps_all(r, s.dense) else slots
+            count = s.fragments.shape[-1] - 1 if parts[0][0].halves.all_matrices else slots
             matrices = r.q.new_empty(len(parts) * count, r.HV, r.K, r.K, dtype=r.compute_dtype)
     saved = [r.v.new_empty(sum(math.prod(p.shape) for p in each), dtype=each[0].dtype) for each in specs]
     return _results(r, _meta.empty_o(r), final, h, matrices, saved)
@@ -299,7 +304,7 @@ def _differentiated(values: dict[str, Any], needed: frozenset[str]) -> dict[str,
     flat, matrices = [values.pop(n) for n in _SAVED], values.pop("matrices")
     more = {n: values.pop(n) for n in _OPERATOR.grads}
     r, s, name = _take({**values, "save_for_backward": True})
-    saved = _saved_of(flat, s.chosen_parts(r, name))
+    saved = _saved_of(flat, _chosen_parts(r, s, name))
     return backward(build_request({**vars(r), "saved": saved, "needs_grad": needed, **more}), s, name, matrices)
 
 

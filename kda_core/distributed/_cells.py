@@ -27,9 +27,9 @@ class Cells:
 
     Attributes:
         own: numbers of this rank's cells.
-        fragments: [P, 3, F + 1], for each of them what ``ContextParallel.fragments`` has of a rank; F is the same for
+        fragments: [P, 5, F + 1], for each of them what ``ContextParallel.fragments`` has of a rank; F is the same for
             all cells.
-        slots: [4, most cells of a rank x slots of a cell], as the first rows of ``ContextParallel.slots``.
+        slots: [2, most cells of a rank x slots of a cell], as the first rows of ``ContextParallel.slots``.
         chain: [2, cells]: the place of a cell among those of all ranks, and whether a sequence goes through the cell.
     """
 
@@ -55,18 +55,19 @@ class Cells:
         F = self.most
         if largest > F:
             raise ValueError(f"fragments: expected at least {largest} for a cell of {self.grid} rows, got {F}")
-        cut = [x for c in self.own for x in table(each[c], F, N)]
-        columns = [column for c in self.own for column in edges(each[c], F)]
-        columns += [(0, 0, F, F)] * (places * n - len(columns))
+        came = [(i, i) for i in range(n)]
+        cut = [x for c in self.own for x in table(each[c], F, N, came, n)]
+        columns = [column[:2] for c in self.own for column in edges(each[c], F)]
+        columns += [(0, 0)] * (places * n - len(columns))
         place = {c: r * places + i for r, own in enumerate(self.numbers) for i, c in enumerate(own)}
         through = [int(all(len(s) == 1 and not (s[0].begins or s[0].ends) for s in of)) for of in each]
         rows = [x for row in zip(*columns, strict=True) for x in row]
         chain = [*(place[c] for c in range(count)), *through]
         host, self._values = moved([*cut, *rows, *chain], self._values, device)
-        shape = len(self.own), 3, F + 1
+        shape = len(self.own), 5, F + 1
         self.cu_seqlens_cpu = host[: len(cut)].view(shape)[:, 0]
         first, second, last = self._values.split([len(cut), len(rows), len(chain)])
-        self.fragments, self.slots, self.chain = first.view(shape), second.view(4, -1), last.view(2, count)
+        self.fragments, self.slots, self.chain = first.view(shape), second.view(2, -1), last.view(2, count)
 
 
 @torch.inference_mode(False)  # a context that is made in inference mode may serve training, too

@@ -17,7 +17,7 @@ from kda_core._torch_private import cat
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Fragment, Layout, Range, edges, joined, split, table
-from kda_core.distributed._steps import Shared, tables
+from kda_core.distributed._steps import Shared
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -82,15 +82,12 @@ class ContextParallel:
             tails: what ``Layout.tails`` gives.
         """
         F, none = most, self.size * len(slots)
-        columns, sources = [], [[none] * (F + 1) for _ in longest]
-        for edge, chain in zip(edges(slots, F), chains, strict=True):
-            received = [[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)]
-            columns.append([*edge, *received[0], *received[1]])
-            for found, place, own in zip(sources, edge[2:], received, strict=True):
-                if own and place < F:
-                    found[place] = own[0] if len(own) == 1 else len(columns) - 1
+        received = [[[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)] for chain in chains]
+        columns = [[*edge, *own[0], *own[1]] for edge, own in zip(edges(slots, F), received, strict=True)]
         rows = zip(*columns, strict=True)
-        by_fragment = [*table(slots, F, self.sequences), *sources[0], *sources[1]]
+        # A chain of one slot is not joined: that slot's additions are the state.
+        sources = [[slot if len(own) > 1 else (*own, none)[0] for own in both] for slot, both in enumerate(received)]
+        by_fragment = table(slots, F, self.sequences, sources, none)
         values = [*by_fragment, *(x for row in rows for x in row), *tails[0], *tails[1]]
         self.before = longest[0]
         # Chains of other boundaries may be shorter.
@@ -102,8 +99,9 @@ class ContextParallel:
         self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(slots))
         self.shared = Shared(
             self.fragments, self.slots, None, self.group_name, self.before, self.sequences, self.dense, self.gather,
-            self.padded, 0, (), tables(self.fragments, self.slots),
+            self.padded, 0, (),
         )  # fmt: skip
+        self.shared = self.shared._replace(known_tables=self.shared.tables())
         self.tails, self.sources = own.view(len(slots), -1), ahead.view(none, -1)
         # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
         tables_are = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)

@@ -182,20 +182,30 @@ def edges(slots: Sequence[Sequence[Fragment]], none: int) -> list[tuple[int, int
     return found
 
 
-def table(slots: Sequence[Sequence[Fragment]], most: int, N: int) -> list[int]:
-    """Three rows of F + 1: boundaries of fragments, sequences that they begin, and that they end; empty ones up to F.
+def table(
+    slots: Sequence[Sequence[Fragment]], most: int, N: int, sources: Sequence[Sequence[int]], none: int
+) -> list[int]:
+    """Five rows of F + 1: boundaries of fragments, sequences that they begin, and that they end; empty ones up to F.
+
+    Then where the states lie that they receive, forward and backward.
 
     Args:
         slots: fragments of each slot.
         most: F.
         N: number of sequences; it also stands for none.
+        sources: for each slot the places of the states that come for it, forward and backward.
+        none: the place that stands for none.
     """
     cut = [f for own in slots for f in own]
     rest = most - len(cut)
     cu = [*itertools.accumulate((f.end - f.start for f in cut), initial=0)]
     begins, ends = [f.sequence if f.begins else N for f in cut], [f.sequence if f.ends else N for f in cut]
-    none = [N] * (rest + 1)
-    return [*cu, *cu[-1:] * rest, *begins, *none, *ends, *none]
+    absent = [N] * (rest + 1)
+    received = [[none] * (most + 1) for _ in range(2)]
+    for (_, _, *places), froms in zip(edges(slots, most), sources, strict=True):
+        for row, place, source in zip(received, places, froms, strict=True):
+            row[place] = source if place < most else none
+    return [*cu, *cu[-1:] * rest, *begins, *absent, *ends, *absent, *received[0], *received[1]]
 
 
 def short(values: Sequence) -> str:
