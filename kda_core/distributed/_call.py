@@ -23,10 +23,10 @@ from kda_core._torch_private import needs_operator
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
 from kda_core.distributed._halves import Chosen
 from kda_core.distributed._passes import backward, forward, transfers
-from kda_core.distributed._steps import Shared
+from kda_core.distributed._shared import Shared
 from kda_core.errors import UnsupportedCall
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.request import DIFFERENTIABLE, ForwardResult, Request, TensorSpec
+from kda_core.request import DATA, DIFFERENTIABLE, ForwardResult, Request, TensorSpec
 
 NAMESPACE = "kda_core_distributed"
 PLACES = MAX_SAVED_TENSORS + 1
@@ -46,7 +46,7 @@ class Ranks:
 
     def on(self, c: ContextParallel) -> Ranks:
         """The same for another context."""
-        return Ranks(shared(c), self.name, self.known)
+        return Ranks(c.shared, self.name, self.known)
 
     def forward(self, r: Request) -> ForwardResult:
         s = self.s
@@ -63,7 +63,7 @@ class Ranks:
         s, matrices, *saved = self._shared(r.saved)
         r.__dict__["saved"] = tuple(saved)
         # Hooks of saved tensors may return others.
-        return backward(r, s, self.name, matrices, None if r.memo is None or _has_signs(r) else self.known)
+        return backward(r, s, self.name, matrices, None if r.memo is None else self.known)
 
     def traced(self, row: _schemas.Operator, saved: Any) -> tuple[_schemas.Operator, dict[str, Any]]:
         """As of ``Backend``."""
@@ -75,7 +75,10 @@ class Ranks:
 
     def _shared(self, saved: Any) -> tuple:
         fragments, slots, chain, *others = saved
-        return Shared(fragments, slots, chain, *self.s[3:]), *others
+        s = self.s
+        if fragments is not s.fragments or slots is not s.slots or chain is not s.chain:  # as hooks may
+            s = Shared(fragments, slots, chain, *s[3:-1])
+        return s, *others
 
 
 def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> ForwardResult:
@@ -86,7 +89,7 @@ def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> Forwa
         UnsupportedCall: an option that a context does not go with, or no backend.
     """
     c = context_of(r)
-    s, compiling = shared(c), torch.compiler.is_compiling()
+    s, compiling = c.shared, torch.compiler.is_compiling()
     if compiling or needs_operator(r.q):
         cpu = c.call_cu_seqlens_cpu if r.return_intermediate_states else None
         # By name: compilers of torch 2.7 do not see what vars() gives.
@@ -120,7 +123,7 @@ def _has_signs(r: Request) -> bool:
 
 def serving(r: Request, name: str | None) -> Ranks:
     """The server of later calls of a call's metadata."""
-    return Ranks(None, name, shared(r.cp_context).chosen(r, name)[0])
+    return Ranks(None, name, r.cp_context.shared.chosen(r, name)[0])
 
 
 def _named(s: Shared) -> dict[str, Any]:
@@ -134,13 +137,6 @@ _differentiable_of = attrgetter(*DIFFERENTIABLE)
 _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
 
-def shared(c: ContextParallel) -> Shared:
-    g = c.cells
-    if g is None:
-        return c.shared
-    return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
-
-
 def answered(r: Request, answer: Callable[[Request], Any]) -> Any:
     """The answer to a question about the call of this rank's fragments; an explanation also says what is sent.
 
@@ -149,7 +145,7 @@ def answered(r: Request, answer: Callable[[Request], Any]) -> Any:
     if not isinstance(r.cp_context, ContextParallel) and not is_fla_context(r.cp_context):
         return answer(r)
     c = context_of(r)
-    s = shared(c)
+    s = c.shared
     parts = s.parts(build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu}))
     found = answer(parts[0][1].local(parts[0][0]) if parts else build_request({**vars(r), "cp_context": None}))
     return replace(found, transfers=transfers(r, s)) if isinstance(found, Explanation) else found
@@ -169,19 +165,15 @@ def context_of(r: Request) -> ContextParallel:
         value = _checks.python_value(getattr(r, name))
         if value is not None and value is not False:
             raise UnsupportedCall(f"chunk_kda: {name} is not served with cp_context; leave one of them out")
-    for name, t in (("q", r.q), ("v", r.v)):
+    for name in DATA:
+        t = getattr(r, name)
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
-        if t.dim() != 4 or (t.shape[0], t.shape[1]) != (c.batch, c.rows):
+        if t.dim() != (3 if name == "beta" else 4) or (t.shape[0], t.shape[1]) != (c.batch, c.rows):
             raise ValueError(
                 f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], the rows of rank {c.rank} of cp_context, got "
                 f"{list(t.shape)}"
             )
-    if c.cells is not None:  # rows are cut before the other checks see them
-        for name in ("k", "g", "beta"):
-            rows = getattr(getattr(r, name), "shape", ())[:2]
-            if tuple(rows) != (c.batch, c.rows):
-                raise ValueError(f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], as q, got {list(rows)} …")
     if r.q.device != c.device:
         raise ValueError(f"cp_context: expected tables on {r.q.device}, where q is, got {c.device}; give device=")
     state = r.initial_state

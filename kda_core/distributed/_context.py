@@ -17,7 +17,7 @@ from kda_core._torch_private import cat
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import Fragment, Layout, Range, edges, joined, split, table
-from kda_core.distributed._steps import Shared
+from kda_core.distributed._shared import Shared
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -33,21 +33,21 @@ class ContextParallel:
         ranges: this rank's ranges of global rows, of each of the B; None in a context of fla's.
         layout: its ``ranges`` are those of all ranks, of all B side by side; None in a context of fla's.
         cu_seqlens: [F + 1] int64 on the device: boundaries of this rank's fragments within its rows; the last ones may
-            be empty. ``cu_seqlens_cpu``: a copy on the CPU.
+            be empty. ``cu_seqlens_cpu``: a copy on the CPU; ``call_cu_seqlens_cpu``: that, or [P, F + 1] of cells.
         conv1d_kernel_size: as given, or None.
         gather: whether every rank gets every final state.
         dense: F where all fragments have the same number of rows for good, or 0.
         fragments: [5, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
             ends, or N; the slot that it receives from, or where chains may be longer than one its own, forward and
             backward.
-        padded: whether a chain of slots may be shorter than the longest.
         slots: int64 on the device, a column for each range of the rank that has most: the fragment that is sent forward
-            and backward; the one that is received for, or F; ``before`` rows of slots to join forward, from the
-            beginning of the sequence on, and the others to join backward, from its end on. Slots of all ranks count
-            through; W times their number stands for none.
+            and backward; the one that is received for, or F; rows of slots to join forward, from the beginning of the
+            sequence on, and the others to join backward, from its end on. Slots of all ranks count through; W times
+            their number stands for none.
         tails, sources: int64 on the device, for ``conv_halo``: the last rows of each of our slots, and for each slot of
             all ranks the places of the rows ahead among the tails of all.
         cells: the tables of calls with ``deterministic_degree``, or None.
+        shared: all this as operators take it.
     """
 
     def __init__(self, group: Any, batch: int, rows: int, sequences: int, gather: bool) -> None:
@@ -55,13 +55,14 @@ class ContextParallel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.batch, self.rows, self.sequences, self.gather = batch, rows, sequences, gather
         self.conv1d_kernel_size: int | None = None
-        self.dense = self.before = 0
-        self.padded = True
+        self.dense = 0
         self.layout: Layout | None = None
         self.states = True
         self.ranges: list[Range] | None = None
         self.given: dict[str, Any] = {}
         self.cells: Cells | None = None
+        self.kinds: tuple[str, str] | None = None
+        self._values: Tensor | None = None
 
     @property
     def group(self) -> Any:
@@ -84,38 +85,46 @@ class ContextParallel:
         F, none = most, self.size * len(slots)
         received = [[[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)] for chain in chains]
         columns = [[*edge, *own[0], *own[1]] for edge, own in zip(edges(slots, F), received, strict=True)]
-        rows = zip(*columns, strict=True)
         # A chain of one slot is not joined: that slot's additions are the state.
         sources = [[slot if len(own) > 1 else (*own, none)[0] for own in both] for slot, both in enumerate(received)]
         by_fragment = table(slots, F, self.sequences, sources, none)
-        values = [*by_fragment, *(x for row in rows for x in row), *tails[0], *tails[1]]
-        self.before = longest[0]
+        by_slot = [x for row in zip(*columns, strict=True) for x in row]
+        self._values, host, parts = moved((by_fragment, by_slot, *tails), self._values, device)
+        self.cu_seqlens_cpu = self.call_cu_seqlens_cpu = host[: F + 1]
+        self.fragments, self.slots = parts[0].view(5, F + 1), parts[1].view(-1, len(slots))
+        self.tails, self.sources = parts[2].view(len(slots), -1), parts[3].view(none, -1)
+        g = self.cells
+        if g is not None:
+            self.call_cu_seqlens_cpu, self.kinds = g.cu_seqlens_cpu, None
+            self.shared = Shared(
+                g.fragments,
+                g.slots,
+                g.chain,
+                self.group_name,
+                0,
+                self.sequences,
+                g.dense,
+                self.gather,
+                True,
+                g.grid,
+                g.own,
+            )
+            return
         # Chains of other boundaries may be shorter.
-        self.padded = not self.dense or any(none in column[4:] for column in columns)
-        host, self._values = moved(values, getattr(self, "_values", None), device)
-        self.cu_seqlens_cpu = host[: F + 1]
-        sizes = [len(by_fragment), sum(map(len, columns)), len(tails[0]), len(tails[1])]
-        fragments, places, own, ahead = self._values.split(sizes)
-        self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(slots))
-        self.shared = Shared(
-            self.fragments, self.slots, None, self.group_name, self.before, self.sequences, self.dense, self.gather,
-            self.padded, 0, (),
+        padded = not self.dense or any(none in column[4:] for column in columns)
+        shared = Shared(
+            self.fragments, self.slots, None, self.group_name, longest[0], self.sequences, self.dense, self.gather,
+            padded, 0, (),
         )  # fmt: skip
-        self.shared = self.shared._replace(known_tables=self.shared.tables())
-        self.tails, self.sources = own.view(len(slots), -1), ahead.view(none, -1)
+        self.shared = shared._replace(known_tables=shared.tables())
         # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
-        tables_are = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
-        asked = self.size, self.batch, self.rows, self.states, tables_are
-        self.kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
+        shapes = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
+        asked = self.size, self.batch, self.rows, self.states, shapes
+        self.kinds = str(asked), str((asked, self.sequences))
 
     @property
     def cu_seqlens(self) -> Tensor:
         return self.fragments[0]
-
-    @property
-    def call_cu_seqlens_cpu(self) -> Tensor:
-        """The boundaries that ``chunk_kda`` takes: [F + 1], or [P, F + 1] of cells."""
-        return self.cu_seqlens_cpu if self.cells is None else self.cells.cu_seqlens_cpu
 
     @property
     def device(self) -> torch.device:
@@ -156,13 +165,11 @@ class ContextParallel:
         own = {"cu_seqlens": self.layout.bounds, "ranges": self.layout.ranges, "batch": self.batch, **self.given}
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, own, group=self.group)
-        for name in own:
-            others = [r for r, found in enumerate(every) if found[name] != every[0][name]]
-            if others:
-                r = others[0]
+        for name, (r, theirs) in itertools.product(own, enumerate(every)):
+            first, other = every[0][name], theirs[name]
+            if other != first:
                 raise ValueError(
-                    f"{name}: expected the same on all ranks, got {every[0][name]} on rank 0 and {every[r][name]} on "
-                    f"rank {r}"
+                    f"{name}: expected the same on all ranks, got {first} on rank 0 and {other} on rank {r}"
                 )
 
     def __repr__(self) -> str:
@@ -266,7 +273,7 @@ def build_cp_context(
 def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -> None:
     if len(layout.fragments) > most:
         raise ValueError(f"fragments: expected at least {len(layout.fragments)} for rank {c.rank}, got {most}")
-    chains = [(layout.ahead(s), layout.behind(s)) for s in range(layout.slots)]
+    chains = [*map(layout.chains, range(layout.slots))]
     longest = layout.longest()  # so that other boundaries give tables of the same size
     if c.dense:
         longest = max(len(ahead) for ahead, _ in chains), max(len(behind) for _, behind in chains)

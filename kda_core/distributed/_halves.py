@@ -52,7 +52,15 @@ class Hooks:
         return self.backend.saved_specs(self.request(r))
 
     def begin(self, r: Request) -> Begun:
-        return self._begun("kda_core_chunk_begin", r)
+        hook = "kda_core_chunk_begin_backward" if r.needs_grad else "kda_core_chunk_begin"
+        begun = self.backend.result(hook, r)
+        if r.memo is None or hook not in r.memo:
+            _results.check_begun(self.backend.info.name, r, begun)
+            if r.memo is not None:
+                r.memo[hook] = True
+        return begun
+
+    begin_backward = begin
 
     def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
         result = self.backend.call("kda_core_chunk_finish", request=r, kept=kept, starts=starts)
@@ -60,23 +68,12 @@ class Hooks:
             _results.check_forward(self.backend.info.name, r, result)
         return result
 
-    def begin_backward(self, r: Request) -> Begun:
-        return self._begun("kda_core_chunk_begin_backward", r)
-
     def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> dict[str, Tensor]:
         result = self.backend.call("kda_core_chunk_finish_backward", request=r, kept=kept, ends=ends)
         seen = r.memo is not None and (BackwardResult, r.needs_grad) in r.memo
         if not seen or type(result) is not BackwardResult or not r.needs_grad <= result.grads.keys():
             _results.check_gradients(self.backend.info.name, r, result, r.memo)
         return result.grads
-
-    def _begun(self, hook: str, r: Request) -> Begun:
-        begun = self.backend.result(hook, r)
-        if r.memo is None or hook not in r.memo:
-            _results.check_begun(self.backend.info.name, r, begun)
-            if r.memo is not None:
-                r.memo[hook] = True
-        return begun
 
 
 class PlainCalls:

@@ -100,21 +100,18 @@ class Layout:
                 found.append(Fragment(n, low, high, low == a, high == b))
         return found
 
-    def ahead(self, slot: int) -> list[int]:
-        """Slots of all ranks, counted through, with the rows before a slot's first fragment in its sequence."""
-        cut = self.of_slot[slot]
-        if not cut or cut[0].begins:
-            return []
-        low = self.bounds[cut[0].sequence]
-        return [r * self.slots + s for a, b, r, s in self._places if low < b and a < cut[0].start]
+    def chains(self, slot: int) -> tuple[list[int], list[int]]:
+        """Slots of all ranks, counted through, with the rows before a slot's first fragment in its sequence.
 
-    def behind(self, slot: int) -> list[int]:
-        """The same behind its last fragment; the farthest comes first in both."""
-        cut = self.of_slot[slot]
-        if not cut or cut[-1].ends:
-            return []
-        high = self.bounds[cut[-1].sequence + 1]
-        return [r * self.slots + s for a, _, r, s in reversed(self._places) if cut[-1].end <= a < high]
+        And the same behind its last fragment; the farthest comes first in both.
+        """
+        if not self.of_slot[slot]:
+            return [], []
+        first, last = self.of_slot[slot][0], self.of_slot[slot][-1]
+        low, high = self.bounds[first.sequence], self.bounds[last.sequence + 1]
+        numbered = [(a, b, r * self.slots + s) for a, b, r, s in self._places]
+        ahead = [n for a, b, n in numbered if low < b and a < first.start]
+        return ahead, [n for a, _, n in reversed(numbered) if last.end <= a < high]
 
     def longest(self) -> tuple[int, int]:
         """Lengths of the longest chains ahead and behind that any boundaries make."""

@@ -18,12 +18,71 @@ from kda_core._ledger import Transfer
 from kda_core._torch_private import without_autocast
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
-from kda_core.distributed._steps import Shared, Step, k_first, like_callers
-from kda_core.request import DATA, ForwardResult, Request
+from kda_core.distributed._shared import Shared, k_first, like_callers
+from kda_core.request import DATA, Edges, ForwardResult, Request
 
 PARAMETERS = ("A_log", "dt_bias")
 ALIGNED = 64
 """Bytes: matrix libraries may round otherwise at other addresses."""
+
+
+class Step:
+    """One call's forward, or backward: ``begin``, what ranks exchange, and ``finish`` or ``finish_backward``.
+
+    Args:
+        name: the backend that was asked for, or None.
+        known: what was chosen, for tensors of the same metadata.
+        given: states (gradients of final states), [N, HV, K, V], or None.
+        backward: whether ``r`` has ``saved``, ``grad_o`` and ``needs_grad``.
+
+    Attributes:
+        matrices: what a forward keeps for its backward.
+        request: what the halves get.
+    """
+
+    def __init__(
+        self, r: Request, s: Shared, name: str | None, known: Chosen | None, given: Tensor | None,
+        matrices: Tensor | None = None, backward: bool = False,
+    ) -> None:  # fmt: skip
+        self.r, self.s, self.matrices, self.backward = r, s, matrices, backward
+        self.chosen, self.request = s.chosen(r, name) if known is None else (known, s.local(r))
+        t = s.tables()
+        edges = Edges(
+            None if t.no_given[backward] else given, *t.edges[2 if backward else r.save_for_backward], matrices
+        )
+        self.request.__dict__.update(cp_context=edges, memo=self.chosen.halves_memo)
+        self.kept: tuple[Tensor, ...] = ()
+
+    def begin(self) -> Tensor:
+        """The slots' transitions, [S, HV, K, K + V]: matrices, and additions with the given states in them."""
+        halves = self.chosen.halves
+        begun = halves.begin_backward(self.request) if self.backward else halves.begin(self.request)
+        sent, matrices, self.kept = begun
+        assert sent is not None
+        if self.r.save_for_backward and not self.backward:
+            if matrices is None:  # behind what is sent
+                sent, matrices = (sent, sent) if self.s.dense else sent.chunk(2)
+            self.matrices = matrices
+        return sent
+
+    def finish(self, came: Tensor | None) -> ForwardResult:
+        """This call's part; of a cell, with parts of the final states of all sequences, [N, HV, K, V]."""
+        r, s = self.r, self.s
+        found = self.chosen.halves.finish(self.request, self.kept, came)
+        o, final, h = found.o, found.final_state, found.h
+        if final is not None and not s.grid:
+            final = s.final(r, final)
+        if h is not None:
+            h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
+        return ForwardResult(o if o.shape[0] == r.B else o.view(r.B, r.T, r.HV, r.V), final, h, found.saved)
+
+    def finish_backward(self, came: Tensor | None) -> dict[str, Tensor]:
+        """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
+        r = self.r
+        grads = self.chosen.halves.finish_backward(self.request, self.kept, came)
+        if self.request.q.shape[0] != r.q.shape[0]:
+            grads = {**grads, **{n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}}
+        return grads
 
 
 def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
