@@ -108,17 +108,13 @@ def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> Forwa
     if not s.grid:
         known = s.chosen(r, name)[0]
         r.__dict__["memo"] = known.memo
-        known = None if _has_signs(r) else known
+        if any(t is not None and t.is_neg() for t in _differentiable_of(r)):
+            known = None  # every choice resolves signs
     ranks = Ranks(s, name, known)
     if not r.save_for_backward:
         return ranks.forward(r)
     o, final = _autograd.call(ranks, r, arguments or vars(r))
     return ForwardResult(o, final)
-
-
-def _has_signs(r: Request) -> bool:
-    """Whether a choice must be made anew, because it resolves signs."""
-    return any(t is not None and t.is_neg() for t in _differentiable_of(r))
 
 
 def serving(r: Request, name: str | None) -> Ranks:

@@ -93,34 +93,22 @@ class ContextParallel:
         self.cu_seqlens_cpu = self.call_cu_seqlens_cpu = host[: F + 1]
         self.fragments, self.slots = parts[0].view(5, F + 1), parts[1].view(-1, len(slots))
         self.tails, self.sources = parts[2].view(len(slots), -1), parts[3].view(none, -1)
-        g = self.cells
-        if g is not None:
-            self.call_cu_seqlens_cpu, self.kinds = g.cu_seqlens_cpu, None
-            self.shared = Shared(
-                g.fragments,
-                g.slots,
-                g.chain,
-                self.group_name,
-                0,
-                self.sequences,
-                g.dense,
-                self.gather,
-                True,
-                g.grid,
-                g.own,
-            )
-            return
         # Chains of other boundaries may be shorter.
         padded = not self.dense or any(none in column[4:] for column in columns)
+        g = self.cells
+        own: Any = self.fragments, self.slots, None, longest[0], self.dense, 0, ()
+        if g is not None:
+            own = g.fragments, g.slots, g.chain, 0, g.dense, g.grid, g.own
+            self.call_cu_seqlens_cpu = g.cu_seqlens_cpu
+        fragments, places, chain, before, dense, grid, cells = own
         shared = Shared(
-            self.fragments, self.slots, None, self.group_name, longest[0], self.sequences, self.dense, self.gather,
-            padded, 0, (),
-        )  # fmt: skip
-        self.shared = shared._replace(known_tables=shared.tables())
+            fragments, places, chain, self.group_name, before, self.sequences, dense, self.gather, padded, grid, cells
+        )
+        self.shared = shared._replace(known_tables=shared.tables() if g is None else None)
         # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
         shapes = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
         asked = self.size, self.batch, self.rows, self.states, shapes
-        self.kinds = str(asked), str((asked, self.sequences))
+        self.kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
 
     @property
     def cu_seqlens(self) -> Tensor:

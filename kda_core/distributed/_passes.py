@@ -18,7 +18,7 @@ from kda_core._ledger import Transfer
 from kda_core._torch_private import without_autocast
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
-from kda_core.distributed._shared import Shared, k_first, like_callers
+from kda_core.distributed._shared import Shared, k_first, like_callers, rows_of
 from kda_core.request import DATA, Edges, ForwardResult, Request
 
 PARAMETERS = ("A_log", "dt_bias")
@@ -47,9 +47,8 @@ class Step:
         self.r, self.s, self.matrices, self.backward = r, s, matrices, backward
         self.chosen, self.request = s.chosen(r, name) if known is None else (known, s.local(r))
         t = s.tables()
-        edges = Edges(
-            None if t.no_given[backward] else given, *t.edges[2 if backward else r.save_for_backward], matrices
-        )
+        given = None if t.no_given[backward] else given
+        edges = Edges(given, *t.edges[2 if backward else r.save_for_backward], matrices)
         self.request.__dict__.update(cp_context=edges, memo=self.chosen.halves_memo)
         self.kept: tuple[Tensor, ...] = ()
 
@@ -126,7 +125,7 @@ def _aligned(r: Request) -> Request:
     def moved(t: Tensor) -> Tensor:
         return t.clone() if t.data_ptr() % ALIGNED else t
 
-    rows = {n: moved(t) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None}
+    rows = {n: moved(t) for n, t in rows_of(r)}
     return build_request({**vars(r), **rows, "saved": tuple(map(moved, r.saved))})
 
 

@@ -89,7 +89,7 @@ class Shared(NamedTuple):
         for i, cell in enumerate(self.cells):
             rows = short if cell == last else self.grid
             own: dict[str, Any] = {"saved": r.saved[i * saved : (i + 1) * saved]}
-            own |= {m: t.narrow(1, at, rows).contiguous() for m, t in _rows(r)}
+            own |= {m: t.narrow(1, at, rows).contiguous() for m, t in rows_of(r)}
             if r.cu_seqlens_cpu is not None:
                 own["cu_seqlens_cpu"] = r.cu_seqlens_cpu[i]
             s = self._replace(fragments=self.fragments[i], slots=self.slots[:, i * n : (i + 1) * n], cells=())
@@ -103,7 +103,7 @@ class Shared(NamedTuple):
         values["cp_context"], values["cu_seqlens"] = None, self.tables().bounds
         B = self.dense or 1
         if B != r.B:
-            values |= {n: t.reshape(B, r.B * r.T // B, *t.shape[2:]) for n, t in _rows(r)}
+            values |= {n: t.reshape(B, r.B * r.T // B, *t.shape[2:]) for n, t in rows_of(r)}
         if self.dense or not r.return_intermediate_states:
             values["cu_seqlens_cpu"] = None
         return build_request(values)
@@ -128,7 +128,8 @@ class Shared(NamedTuple):
         return like_callers(r, self.summed(states), r.state_dtype)
 
 
-def _rows(r: Request) -> list[tuple[str, Tensor]]:
+def rows_of(r: Request) -> list[tuple[str, Tensor]]:
+    """The tensors of a request that have a row for each token, by name."""
     return [(n, t) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from whole_calls import RAW, assert_close, inputs, normal, oracle
 
 import kda_core
@@ -109,11 +110,19 @@ def test_rows_of_another_16_bit_dtype_than_autocast(alone, rows):
         ({"tokens": 4, "deterministic_degree": None}, TypeError, "deterministic_degree: expected True or False"),
         ({"cu_seqlens": torch.zeros(2)}, ValueError, "cu_seqlens: expected [N + 1] int32 or int64"),
         ({"tokens": 4, "group": 7}, ValueError, "group: expected a process group"),
+        ({"tokens": 4, "group": dist.GroupMember.NON_GROUP_MEMBER}, ValueError, "group that holds this process"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_refused(alone, arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         build_cp_context(**arguments)
+
+
+def test_a_dimension_of_a_mesh_is_a_group(alone):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    assert build_cp_context(tokens=4, group=mesh["cp"]).group is mesh["cp"].get_group()
+    with pytest.raises(ValueError, match=r"a DeviceMesh of one dimension \(mesh\['cp'\]\), got 2 dimensions"):
+        build_cp_context(tokens=4, group=mesh)
 
 
 def test_it_needs_torch_distributed():
