@@ -146,6 +146,13 @@ def test_a_refreshed_context_serves_other_lengths(ranks, size, more):
     assert all(ranks.run(size, "refreshed", inputs(60), [0, 7, 30, 60], [0, 0, 44, 59], RAW, more))
 
 
+@pytest.mark.parametrize("backend", ["halves", "edges"])
+def test_a_refreshed_context_leaves_copies_alone(ranks, backend):
+    """Hooks of saved tensors may copy them, to the CPU for example; sequences were cut where the new ones begin."""
+    arguments = inputs(60, 3), normal(1, 60, 4, 6), [0, 7, 30, 60], [0, 0, 44, 59], {**RAW, "backend": backend}
+    assert all(ranks.run(2, "refreshed_behind_copies", *arguments))
+
+
 @pytest.mark.parametrize(
     ("size", "context", "N"),
     [(2, {"tokens": 70}, 1), (3, {"tokens": 70, "layout": "zigzag"}, 1), (3, {"cu_seqlens": [0, 25, 25, 35, 60]}, 4)],

@@ -171,6 +171,23 @@ def refreshed(
     return torch.equal(*both) and memory == (c.fragments.data_ptr(), c.slots.data_ptr())
 
 
+def refreshed_behind_copies(
+    group: Any, rank: int, inputs: dict, grad: Any, before: list[int], after: list[int], options: dict
+) -> bool:
+    """Whether a backward of copies, as hooks of saved tensors make them, is that of its own forward's lengths."""
+    register_halves()
+    c = build_cp_context(before, group, tokens=inputs["q"].shape[1], fragments=4)
+    found = []
+    for bounds in (before, after):
+        leaves = _local(c, inputs)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+            o, _ = kda_core.chunk_kda(**leaves, **options, cp_context=c)
+        c.refresh(bounds)
+        o.backward(c.local(grad))
+        found.append([t.grad for t in leaves.values()])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def checkpointed(group: Any, rank: int, inputs: dict, grad: Any, context: dict, options: dict) -> bool:
     """Whether activation checkpointing has the gradients of a plain step."""
     from torch.utils.checkpoint import checkpoint
