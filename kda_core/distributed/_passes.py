@@ -69,17 +69,21 @@ class Step:
         r, s = self.r, self.s
         found = self.chosen.halves.finish(self.request, self.kept, came)
         o, final, h = found.o, found.final_state, found.h
+        if final is None and h is None and self.request.q is r.q:
+            return found
         if final is not None and not s.grid:
             final = s.final(r, final)
         if h is not None:
             h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
-        return ForwardResult(o if o.shape[0] == r.B else o.view(r.B, r.T, r.HV, r.V), final, h, found.saved)
+        if self.request.q is not r.q:
+            o = o.view(r.B, r.T, r.HV, r.V)
+        return ForwardResult(o, final, h, found.saved)
 
     def finish_backward(self, came: Tensor | None) -> dict[str, Tensor]:
         """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
         r = self.r
         grads = self.chosen.halves.finish_backward(self.request, self.kept, came)
-        if self.request.q.shape[0] != r.q.shape[0]:
+        if self.request.q is not r.q:
             grads = {**grads, **{n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}}
         return grads
 
