@@ -136,6 +136,8 @@ class PlainCalls:
 class ByFragments:
     """The same for ``Edges`` by hooks or plain calls that know fragments alone: states are placed here.
 
+    Given states at the fragments come first of the tensors that a first half keeps.
+
     Args:
         all_matrices: whether the backward is given the matrices of all fragments, for the gradient of initial states,
             and not of those alone that it sends.
@@ -151,33 +153,32 @@ class ByFragments:
         """As hooks; ``additions`` are the matrices for a backward that is to come."""
         matrices, additions, kept = self.inner.begin(self.inner.request(r))
         every = cast(Tensor, matrices) if additions is None else torch.cat([cast(Tensor, matrices), additions], -1)
-        sends = r.cp_context.sends
-        if not r.save_for_backward or sends is None:
-            return Begun(_with_given(r, _of(every, sends), sends), every, kept)
-        ahead, behind = sends.chunk(2)
-        matrices = every[..., : r.K]
-        matrices = matrices.contiguous() if self.all_matrices else matrices.index_select(0, behind)
-        return Begun(_with_given(r, _of(every, ahead), ahead), matrices, kept)
+        sends, given, matrices = r.cp_context.sends, _given(r), every
+        if r.save_for_backward and sends is not None:
+            sends, behind = sends.chunk(2)
+            matrices = every[..., : r.K]
+            matrices = matrices.contiguous() if self.all_matrices else matrices.index_select(0, behind)
+        return Begun(_with_given(r, _of(every, sends), given, sends), matrices, cast(Any, (given, *kept)))
 
     def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
-        found = self.inner.finish(self.inner.request(r), kept, _entered(r, starts))
+        found = self.inner.finish(self.inner.request(r), kept[1:], _entered(r, starts, kept))
         final = None if found.final_state is None else _of_sequences(r, found.final_state)
         return ForwardResult(found.o, final, found.h, found.saved)
 
     def begin_backward(self, r: Request) -> Begun:
-        sends = r.cp_context.sends
+        sends, given = r.cp_context.sends, _given(r)
         matrices, additions, kept = self.inner.begin_backward(self.inner.request(r))
         whole = matrices is not None or self.all_matrices
         if matrices is None:
             matrices = r.cp_context.matrices[..., : r.K].mT
         sent = torch.cat([_of(matrices, sends) if whole else matrices, _of(cast(Tensor, additions), sends)], -1)
-        return Begun(_with_given(r, sent, sends), None, (matrices, cast(Tensor, additions), *kept))
+        return Begun(_with_given(r, sent, given, sends), None, cast(Any, (given, matrices, additions, *kept)))
 
     def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> dict[str, Tensor]:
-        ends = _entered(r, ends)
-        grads = dict(self.inner.finish_backward(self.inner.request(r), kept[2:], ends))
+        ends = _entered(r, ends, kept)
+        grads = dict(self.inner.finish_backward(self.inner.request(r), kept[3:], ends))
         if "initial_state" in r.needs_grad:
-            found = grads["initial_state"] if "initial_state" in grads else apply(kept[0], ends, kept[1])
+            found = grads["initial_state"] if "initial_state" in grads else apply(kept[1], ends, kept[2])
             grads["initial_state"] = _of_sequences(r, found)
         return grads
 
@@ -192,21 +193,20 @@ def _given(r: Request) -> Tensor | None:
     return None if given is None else at(given.to(r.compute_dtype), places)
 
 
-def _with_given(r: Request, sent: Tensor, sends: Tensor | None) -> Tensor:
+def _with_given(r: Request, sent: Tensor, given: Tensor | None, sends: Tensor | None) -> Tensor:
     """What is sent, with given states in its additions."""
-    given = _given(r)
     if given is not None:
         apply(sent[..., : r.K], _of(given, sends), sent[..., r.K :])
     return sent
 
 
-def _entered(r: Request, came: Tensor | None) -> Tensor:
+def _entered(r: Request, came: Tensor | None, kept: tuple[Any, ...]) -> Tensor:
     """The states at the fragments' starts (gradients at their ends), [F, HV, K, V]: what came, and the given."""
-    given = _given(r)
+    given, sources = kept[0] if kept else _given(r), r.cp_context.sources
     if came is None:
         zeros = (r.N, r.HV, r.K, r.V)
         return r.q.new_zeros(zeros, dtype=r.compute_dtype) if given is None else given
-    came = at(came[..., -r.V :], r.cp_context.sources)
+    came = came if sources is None else at(came[..., -r.V :], sources)
     return came if given is None else came.add_(given)
 
 

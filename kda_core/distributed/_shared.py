@@ -65,6 +65,8 @@ class Shared(NamedTuple):
             return self.known_tables
         bounds, begins, ends, ahead, behind = self.fragments.unbind()
         begins, ends, ahead, behind = (row[:-1] for row in (begins, ends, ahead, behind))
+        # Dense sequences of a cell receive their states in their own order.
+        sources = (None, None) if self.grid and self.dense else (ahead, behind)
         both = self.slots[:2]
         sends = (None,) * 3 if self.dense else (both[0], both.flatten(), both[1])
         # Every fragment f begins (ends) sequence f, or none does; otherwise the tables say which.
@@ -72,9 +74,9 @@ class Shared(NamedTuple):
         all_begin, all_end = simple and not self.before, simple and self.slots.shape[0] - self.before == 4
         results = None if all_end else ends, None if all_begin else begins
         edges = (
-            (begins, sends[0], ahead, results[0], self.sequences),
-            (begins, sends[1], ahead, results[0], self.sequences),
-            (ends, sends[2], behind, results[1], self.sequences),
+            (begins, sends[0], sources[0], results[0], self.sequences),
+            (begins, sends[1], sources[0], results[0], self.sequences),
+            (ends, sends[2], sources[1], results[1], self.sequences),
         )
         return Tables(None if self.dense else bounds, edges, (simple and not all_begin, simple and not all_end))
 
