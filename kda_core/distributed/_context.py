@@ -104,7 +104,8 @@ class ContextParallel:
         shared = Shared(
             fragments, places, chain, self.group_name, before, self.sequences, dense, self.gather, padded, grid, cells
         )
-        self.shared = shared._replace(known_tables=shared.tables() if g is None else None)
+        known = shared.tables() if g is None else [shared.of_cell(i).known_tables for i in range(len(g.own))]
+        self.shared = shared._replace(known_tables=known)
         # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
         shapes = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
         asked = self.size, self.batch, self.rows, self.states, shapes

@@ -185,7 +185,7 @@ def _forward_of_cells(
 def _refuse_without_cells(r: Request, s: Shared, name: str | None) -> None:
     """Refuse what ranks with cells refuse: they do not come to the exchange."""
     none, cpu = (torch.zeros(s.fragments.shape[1:], dtype=torch.int64, device=d) for d in (r.device, "cpu"))
-    s._replace(fragments=none).chosen(build_request({**vars(r), "cu_seqlens_cpu": cpu[0]}), name)
+    s._replace(fragments=none, known_tables=None).chosen(build_request({**vars(r), "cu_seqlens_cpu": cpu[0]}), name)
 
 
 def _backward_of_cells(

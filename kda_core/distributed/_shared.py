@@ -36,7 +36,7 @@ class Shared(NamedTuple):
     Attributes:
         before: rows of slots that are joined forward.
         padded: whether a chain of slots may be shorter than the longest.
-        known_tables: where a context has made them for all calls.
+        known_tables: ``Tables``, or those of each cell, where a context has made them for all calls; or None.
     """
 
     fragments: Tensor
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
     padded: bool
     grid: int
     cells: Sequence[int]
-    known_tables: Tables | None = None
+    known_tables: Any = None
 
     @property
     def group(self) -> Any:
@@ -85,7 +85,7 @@ class Shared(NamedTuple):
         if not self.grid:
             return [(r, self)]
         assert self.chain is not None
-        found, n, at, last = [], self.dense or 1, 0, self.chain.shape[1] - 1
+        found, at, last = [], 0, self.chain.shape[1] - 1
         saved = len(r.saved) // max(len(self.cells), 1)
         short = r.T - self.grid * (len(self.cells) - 1)
         for i, cell in enumerate(self.cells):
@@ -94,10 +94,18 @@ class Shared(NamedTuple):
             own |= {m: t.narrow(1, at, rows).contiguous() for m, t in rows_of(r)}
             if r.cu_seqlens_cpu is not None:
                 own["cu_seqlens_cpu"] = r.cu_seqlens_cpu[i]
-            s = self._replace(fragments=self.fragments[i], slots=self.slots[:, i * n : (i + 1) * n], cells=())
-            found.append((build_request({**vars(r), **own}), s._replace(known_tables=s.tables())))
+            found.append((build_request({**vars(r), **own}), self.of_cell(i)))
             at += rows
         return found
+
+    def of_cell(self, i: int) -> Shared:
+        """The same for the i-th of this rank's cells alone."""
+        n = self.dense or 1
+        s = self._replace(
+            fragments=self.fragments[i], slots=self.slots[:, i * n : (i + 1) * n], cells=(),
+            known_tables=self.known_tables and self.known_tables[i],
+        )  # fmt: skip
+        return s if self.known_tables else s._replace(known_tables=s.tables())
 
     def local(self, r: Request) -> Request:
         """The call of this rank's fragments, as a plain one without states."""
