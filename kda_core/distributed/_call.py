@@ -23,10 +23,10 @@ from kda_core._torch_private import needs_operator
 from kda_core.distributed._context import ContextParallel, from_fla, is_fla_context
 from kda_core.distributed._halves import Chosen
 from kda_core.distributed._passes import backward, forward, transfers
-from kda_core.distributed._steps import Shared
+from kda_core.distributed._shared import Shared
 from kda_core.errors import UnsupportedCall
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.request import DIFFERENTIABLE, ForwardResult, Request, TensorSpec
+from kda_core.request import DATA, DIFFERENTIABLE, ForwardResult, Request, TensorSpec
 
 NAMESPACE = "kda_core_distributed"
 PLACES = MAX_SAVED_TENSORS + 1
@@ -46,15 +46,15 @@ class Ranks:
 
     def on(self, c: ContextParallel) -> Ranks:
         """The same for another context."""
-        return Ranks(shared(c), self.name, self.known)
+        return Ranks(c.shared, self.name, self.known)
 
     def forward(self, r: Request) -> ForwardResult:
         s = self.s
-        found, matrices, saved, _ = forward(r, s, self.name, self.known)
+        found, matrices = forward(r, s, self.name, self.known)
         if not r.save_for_backward:
             return found
         # The tables, too: they must not change before the backward.
-        return ForwardResult(found.o, found.final_state, None, (*s[:3], matrices, *saved))  # type: ignore[arg-type]
+        return ForwardResult(found.o, found.final_state, None, (*s[:3], matrices, *found.saved))  # type: ignore[arg-type]
 
     def check_saved(self, r: Request, saved: Any) -> None:
         """Nothing is announced."""
@@ -63,7 +63,7 @@ class Ranks:
         s, matrices, *saved = self._shared(r.saved)
         r.__dict__["saved"] = tuple(saved)
         # Hooks of saved tensors may return others.
-        return backward(r, s, self.name, matrices, None if r.memo is None or _has_signs(r) else self.known)
+        return backward(r, s, self.name, matrices, None if r.memo is None else self.known)
 
     def traced(self, row: _schemas.Operator, saved: Any) -> tuple[_schemas.Operator, dict[str, Any]]:
         """As of ``Backend``."""
@@ -75,7 +75,10 @@ class Ranks:
 
     def _shared(self, saved: Any) -> tuple:
         fragments, slots, chain, *others = saved
-        return Shared(fragments, slots, chain, *self.s[3:]), *others
+        s = self.s
+        if fragments is not s.fragments or slots is not s.slots or chain is not s.chain:  # as hooks may
+            s = Shared(fragments, slots, chain, *s[3:-1])
+        return s, *others
 
 
 def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> ForwardResult:
@@ -86,7 +89,7 @@ def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> Forwa
         UnsupportedCall: an option that a context does not go with, or no backend.
     """
     c = context_of(r)
-    s, compiling = shared(c), torch.compiler.is_compiling()
+    s, compiling = c.shared, torch.compiler.is_compiling()
     if compiling or needs_operator(r.q):
         cpu = c.call_cu_seqlens_cpu if r.return_intermediate_states else None
         # By name: compilers of torch 2.7 do not see what vars() gives.
@@ -105,7 +108,8 @@ def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> Forwa
     if not s.grid:
         known = s.chosen(r, name)[0]
         r.__dict__["memo"] = known.memo
-        known = None if _has_signs(r) else known
+        if any(t is not None and t.is_neg() for t in _differentiable_of(r)):
+            known = None  # every choice resolves signs
     ranks = Ranks(s, name, known)
     if not r.save_for_backward:
         return ranks.forward(r)
@@ -113,14 +117,9 @@ def run(r: Request, name: str | None, arguments: dict[str, Any] | None) -> Forwa
     return ForwardResult(o, final)
 
 
-def _has_signs(r: Request) -> bool:
-    """Whether a choice must be made anew, because it resolves signs."""
-    return any(t is not None and t.is_neg() for t in _differentiable_of(r))
-
-
 def serving(r: Request, name: str | None) -> Ranks:
     """The server of later calls of a call's metadata."""
-    return Ranks(None, name, shared(r.cp_context).chosen(r, name)[0])
+    return Ranks(None, name, r.cp_context.shared.chosen(r, name)[0])
 
 
 def _named(s: Shared) -> dict[str, Any]:
@@ -134,13 +133,6 @@ _differentiable_of = attrgetter(*DIFFERENTIABLE)
 _FIELDS = tuple(f.name for f in fields(Request) if f.init)
 
 
-def shared(c: ContextParallel) -> Shared:
-    g = c.cells
-    if g is None:
-        return c.shared
-    return Shared(g.fragments, g.slots, g.chain, c.group_name, 0, c.sequences, g.dense, c.gather, True, g.grid, g.own)
-
-
 def answered(r: Request, answer: Callable[[Request], Any]) -> Any:
     """The answer to a question about the call of this rank's fragments; an explanation also says what is sent.
 
@@ -149,7 +141,7 @@ def answered(r: Request, answer: Callable[[Request], Any]) -> Any:
     if not isinstance(r.cp_context, ContextParallel) and not is_fla_context(r.cp_context):
         return answer(r)
     c = context_of(r)
-    s = shared(c)
+    s = c.shared
     parts = s.parts(build_request({**vars(r), "cu_seqlens_cpu": c.call_cu_seqlens_cpu}))
     found = answer(parts[0][1].local(parts[0][0]) if parts else build_request({**vars(r), "cp_context": None}))
     return replace(found, transfers=transfers(r, s)) if isinstance(found, Explanation) else found
@@ -169,19 +161,15 @@ def context_of(r: Request) -> ContextParallel:
         value = _checks.python_value(getattr(r, name))
         if value is not None and value is not False:
             raise UnsupportedCall(f"chunk_kda: {name} is not served with cp_context; leave one of them out")
-    for name, t in (("q", r.q), ("v", r.v)):
+    for name in DATA:
+        t = getattr(r, name)
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
-        if t.dim() != 4 or (t.shape[0], t.shape[1]) != (c.batch, c.rows):
+        if t.dim() != (3 if name == "beta" else 4) or (t.shape[0], t.shape[1]) != (c.batch, c.rows):
             raise ValueError(
                 f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], the rows of rank {c.rank} of cp_context, got "
                 f"{list(t.shape)}"
             )
-    if c.cells is not None:  # rows are cut before the other checks see them
-        for name in ("k", "g", "beta"):
-            rows = getattr(getattr(r, name), "shape", ())[:2]
-            if tuple(rows) != (c.batch, c.rows):
-                raise ValueError(f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], as q, got {list(rows)} …")
     if r.q.device != c.device:
         raise ValueError(f"cp_context: expected tables on {r.q.device}, where q is, got {c.device}; give device=")
     state = r.initial_state
@@ -244,9 +232,9 @@ def _take(values: dict[str, Any]) -> tuple[Request, Shared, str | None]:
 def _operator(*args: Any) -> tuple[Tensor, ...]:
     _autograd.refuse_tangents("chunk_kda", *args)
     r, s, name = _take(_FORWARD.bind(args, {}))
-    result, matrices, saved, _ = forward(r, s, name)
+    result, matrices = forward(r, s, name)
     matrices = r.q.new_empty(0) if matrices is None else matrices[..., : r.K].contiguous()
-    return _results(r, result.o, result.final_state, result.h, matrices, _flat(saved, s))
+    return _results(r, result.o, result.final_state, result.h, matrices, _flat(result.saved, s))
 
 
 def _flat(saved: Sequence[Tensor], s: Shared) -> list[Tensor]:
@@ -268,6 +256,11 @@ def _saved_of(flat: Sequence[Tensor], parts: Sequence[tuple[Chosen, Request]]) -
     return tuple(found)
 
 
+def _chosen_parts(r: Request, s: Shared, name: str | None) -> list[tuple[Chosen, Request]]:
+    """Who serves each call that this rank makes, and those calls."""
+    return [part.chosen(q, name) for q, part in s.parts(r)]
+
+
 def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
     absent = [r.v.new_empty(0) for _ in range(PLACES - len(saved))]
     return o, _ops.or_absent(final, r.v), _ops.or_absent(h, r.v), matrices, *saved, *absent
@@ -275,7 +268,7 @@ def _results(r: Request, o: Tensor, final: Any, h: Any, matrices: Tensor, saved:
 
 def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
     r, s, name = _take(_FORWARD.bind(args, {}))
-    parts = s.chosen_parts(r, name)
+    parts = _chosen_parts(r, s, name)
     final = h = None
     shape = (s.sequences, *r.state_shape[1:])
     if r.output_final_state:
@@ -289,7 +282,7 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
         specs = [*zip(*(c.halves.saved_spec(call) for c, call in parts), strict=True)]
         if parts and not parts[0][0].alone:
             slots = (s.dense or 1) if s.grid else s.slots.shape[1]
-            count = s.fragments.shape[-1] - 1 if parts[0][0].keeps_all(r, s.dense) else slots
+            count = s.fragments.shape[-1] - 1 if parts[0][0].halves.all_matrices else slots
             matrices = r.q.new_empty(len(parts) * count, r.HV, r.K, r.K, dtype=r.compute_dtype)
     saved = [r.v.new_empty(sum(math.prod(p.shape) for p in each), dtype=each[0].dtype) for each in specs]
     return _results(r, _meta.empty_o(r), final, h, matrices, saved)
@@ -299,7 +292,7 @@ def _differentiated(values: dict[str, Any], needed: frozenset[str]) -> dict[str,
     flat, matrices = [values.pop(n) for n in _SAVED], values.pop("matrices")
     more = {n: values.pop(n) for n in _OPERATOR.grads}
     r, s, name = _take({**values, "save_for_backward": True})
-    saved = _saved_of(flat, s.chosen_parts(r, name))
+    saved = _saved_of(flat, _chosen_parts(r, s, name))
     return backward(build_request({**vars(r), "saved": saved, "needs_grad": needed, **more}), s, name, matrices)
 
 

@@ -27,9 +27,9 @@ class Cells:
 
     Attributes:
         own: numbers of this rank's cells.
-        fragments: [P, 3, F + 1], for each of them what ``ContextParallel.fragments`` has of a rank; F is the same for
+        fragments: [P, 5, F + 1], for each of them what ``ContextParallel.fragments`` has of a rank; F is the same for
             all cells.
-        slots: [4, most cells of a rank x slots of a cell], as the first rows of ``ContextParallel.slots``.
+        slots: [2, most cells of a rank x slots of a cell], as the first rows of ``ContextParallel.slots``.
         chain: [2, cells]: the place of a cell among those of all ranks, and whether a sequence goes through the cell.
     """
 
@@ -55,29 +55,36 @@ class Cells:
         F = self.most
         if largest > F:
             raise ValueError(f"fragments: expected at least {largest} for a cell of {self.grid} rows, got {F}")
-        cut = [x for c in self.own for x in table(each[c], F, N)]
-        columns = [column for c in self.own for column in edges(each[c], F)]
-        columns += [(0, 0, F, F)] * (places * n - len(columns))
+        came = [(i, i) for i in range(n)]
+        cut = [x for c in self.own for x in table(each[c], F, N, came, n)]
+        columns = [column[:2] for c in self.own for column in edges(each[c], F)]
+        columns += [(0, 0)] * (places * n - len(columns))
         place = {c: r * places + i for r, own in enumerate(self.numbers) for i, c in enumerate(own)}
         through = [int(all(len(s) == 1 and not (s[0].begins or s[0].ends) for s in of)) for of in each]
-        rows = [x for row in zip(*columns, strict=True) for x in row]
+        sends = [x for row in zip(*columns, strict=True) for x in row]
         chain = [*(place[c] for c in range(count)), *through]
-        host, self._values = moved([*cut, *rows, *chain], self._values, device)
-        shape = len(self.own), 3, F + 1
+        self._values, host, parts = moved((cut, sends, chain), self._values, device)
+        shape = len(self.own), 5, F + 1
         self.cu_seqlens_cpu = host[: len(cut)].view(shape)[:, 0]
-        first, second, last = self._values.split([len(cut), len(rows), len(chain)])
-        self.fragments, self.slots, self.chain = first.view(shape), second.view(4, -1), last.view(2, count)
+        self.fragments, self.slots, self.chain = parts[0].view(shape), parts[1].view(2, -1), parts[2].view(2, count)
 
 
 @torch.inference_mode(False)  # a context that is made in inference mode may serve training, too
-def moved(values: list[int], into: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values on the host, and by one transfer on the device; a refreshed context keeps the memory that graphs read."""
-    host = torch.tensor(values, device="cpu")
+def moved(
+    tables: Sequence[list[int]], into: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Tables by one transfer on the device, in memory that a refreshed context keeps for graphs which read it.
+
+    Returns:
+        that memory, its values on the host, and each table on the device.
+    """
+    host = torch.tensor([x for values in tables for x in values], device="cpu")
     if device.type == "cuda":
         host = host.pin_memory()
     if into is None:
         into = torch.empty_like(host, device=device)
-    return host, into.copy_(host, non_blocking=True)
+    into.copy_(host, non_blocking=True)
+    return into, host, into.split([*map(len, tables)])
 
 
 def on_grid(ranges: Sequence[Sequence[Range]], rows: int, grid: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from kda_core._torch_private import cat
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._layout import LAYOUTS, Fragment, Layout, Range, edges, joined, split, table
-from kda_core.distributed._steps import Shared, tables
+from kda_core.distributed._shared import Shared
 
 
 class ContextParallel:
@@ -31,21 +31,21 @@ class ContextParallel:
         ranges: this rank's ranges of global rows, of each of the B; None in a context of fla's.
         layout: its ``ranges`` are those of all ranks, of all B side by side; None in a context of fla's.
         cu_seqlens: [F + 1] int64 on the device: boundaries of this rank's fragments within its rows; the last ones may
-            be empty. ``cu_seqlens_cpu``: a copy on the CPU.
+            be empty. ``cu_seqlens_cpu``: a copy on the CPU; ``call_cu_seqlens_cpu``: that, or [P, F + 1] of cells.
         conv1d_kernel_size: as given, or None.
         gather: whether every rank gets every final state.
         dense: F where all fragments have the same number of rows for good, or 0.
         fragments: [5, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
             ends, or N; the slot that it receives from, or where chains may be longer than one its own, forward and
             backward.
-        padded: whether a chain of slots may be shorter than the longest.
         slots: int64 on the device, a column for each range of the rank that has most: the fragment that is sent forward
-            and backward; the one that is received for, or F; ``before`` rows of slots to join forward, from the
-            beginning of the sequence on, and the others to join backward, from its end on. Slots of all ranks count
-            through; W times their number stands for none.
+            and backward; the one that is received for, or F; rows of slots to join forward, from the beginning of the
+            sequence on, and the others to join backward, from its end on. Slots of all ranks count through; W times
+            their number stands for none.
         tails, sources: int64 on the device, for ``conv_halo``: the last rows of each of our slots, and for each slot of
             all ranks the places of the rows ahead among the tails of all.
         cells: the tables of calls with ``deterministic_degree``, or None.
+        shared: all this as operators take it.
     """
 
     def __init__(self, group: Any, batch: int, rows: int, sequences: int, gather: bool) -> None:
@@ -53,13 +53,14 @@ class ContextParallel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.batch, self.rows, self.sequences, self.gather = batch, rows, sequences, gather
         self.conv1d_kernel_size: int | None = None
-        self.dense = self.before = 0
-        self.padded = True
+        self.dense = 0
         self.layout: Layout | None = None
         self.states = True
         self.ranges: list[Range] | None = None
         self.given: dict[str, Any] = {}
         self.cells: Cells | None = None
+        self.kinds: tuple[str, str] | None = None
+        self._values: Tensor | None = None
 
     @property
     def group(self) -> Any:
@@ -80,42 +81,37 @@ class ContextParallel:
             tails: what ``Layout.tails`` gives.
         """
         F, none = most, self.size * len(slots)
-        columns, sources = [], [[none] * (F + 1) for _ in longest]
-        for edge, chain in zip(edges(slots, F), chains, strict=True):
-            received = [[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)]
-            columns.append([*edge, *received[0], *received[1]])
-            for found, place, own in zip(sources, edge[2:], received, strict=True):
-                if own and place < F:
-                    found[place] = own[0] if len(own) == 1 else len(columns) - 1
-        rows = zip(*columns, strict=True)
-        by_fragment = [*table(slots, F, self.sequences), *sources[0], *sources[1]]
-        values = [*by_fragment, *(x for row in rows for x in row), *tails[0], *tails[1]]
-        self.before = longest[0]
+        received = [[[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)] for chain in chains]
+        columns = [[*edge, *own[0], *own[1]] for edge, own in zip(edges(slots, F), received, strict=True)]
+        # A chain of one slot is not joined: that slot's additions are the state.
+        sources = [[slot if len(own) > 1 else (*own, none)[0] for own in both] for slot, both in enumerate(received)]
+        by_fragment = table(slots, F, self.sequences, sources, none)
+        by_slot = [x for row in zip(*columns, strict=True) for x in row]
+        self._values, host, parts = moved((by_fragment, by_slot, *tails), self._values, device)
+        self.cu_seqlens_cpu = self.call_cu_seqlens_cpu = host[: F + 1]
+        self.fragments, self.slots = parts[0].view(5, F + 1), parts[1].view(-1, len(slots))
+        self.tails, self.sources = parts[2].view(len(slots), -1), parts[3].view(none, -1)
         # Chains of other boundaries may be shorter.
-        self.padded = not self.dense or any(none in column[4:] for column in columns)
-        host, self._values = moved(values, getattr(self, "_values", None), device)
-        self.cu_seqlens_cpu = host[: F + 1]
-        sizes = [len(by_fragment), sum(map(len, columns)), len(tails[0]), len(tails[1])]
-        fragments, places, own, ahead = self._values.split(sizes)
-        self.fragments, self.slots = fragments.view(5, F + 1), places.view(-1, len(slots))
-        self.shared = Shared(
-            self.fragments, self.slots, None, self.group_name, self.before, self.sequences, self.dense, self.gather,
-            self.padded, 0, (), tables(self.fragments, self.slots),
-        )  # fmt: skip
-        self.tails, self.sources = own.view(len(slots), -1), ahead.view(none, -1)
+        padded = not self.dense or any(none in column[4:] for column in columns)
+        g = self.cells
+        own: Any = self.fragments, self.slots, None, longest[0], self.dense, 0, ()
+        if g is not None:
+            own = g.fragments, g.slots, g.chain, 0, g.dense, g.grid, g.own
+            self.call_cu_seqlens_cpu = g.cu_seqlens_cpu
+        fragments, places, chain, before, dense, grid, cells = own
+        shared = Shared(
+            fragments, places, chain, self.group_name, before, self.sequences, dense, self.gather, padded, grid, cells
+        )
+        known = shared.tables() if g is None else [shared.of_cell(i).known_tables for i in range(len(g.own))]
+        self.shared = shared._replace(known_tables=known)
         # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
-        tables_are = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
-        asked = self.size, self.batch, self.rows, self.states, tables_are
+        shapes = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
+        asked = self.size, self.batch, self.rows, self.states, shapes
         self.kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
 
     @property
     def cu_seqlens(self) -> Tensor:
         return self.fragments[0]
-
-    @property
-    def call_cu_seqlens_cpu(self) -> Tensor:
-        """The boundaries that ``chunk_kda`` takes: [F + 1], or [P, F + 1] of cells."""
-        return self.cu_seqlens_cpu if self.cells is None else self.cells.cu_seqlens_cpu
 
     @property
     def device(self) -> torch.device:
@@ -156,13 +152,11 @@ class ContextParallel:
         own = {"cu_seqlens": self.layout.bounds, "ranges": self.layout.ranges, "batch": self.batch, **self.given}
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, own, group=self.group)
-        for name in own:
-            others = [r for r, found in enumerate(every) if found[name] != every[0][name]]
-            if others:
-                r = others[0]
+        for name, (r, theirs) in itertools.product(own, enumerate(every)):
+            first, other = every[0][name], theirs[name]
+            if other != first:
                 raise ValueError(
-                    f"{name}: expected the same on all ranks, got {every[0][name]} on rank 0 and {every[r][name]} on "
-                    f"rank {r}"
+                    f"{name}: expected the same on all ranks, got {first} on rank 0 and {other} on rank {r}"
                 )
 
     def __repr__(self) -> str:
@@ -266,7 +260,7 @@ def build_cp_context(
 def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -> None:
     if len(layout.fragments) > most:
         raise ValueError(f"fragments: expected at least {len(layout.fragments)} for rank {c.rank}, got {most}")
-    chains = [(layout.ahead(s), layout.behind(s)) for s in range(layout.slots)]
+    chains = [*map(layout.chains, range(layout.slots))]
     longest = layout.longest()  # so that other boundaries give tables of the same size
     if c.dense:
         longest = max(len(ahead) for ahead, _ in chains), max(len(behind) for _, behind in chains)

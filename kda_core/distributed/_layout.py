@@ -104,21 +104,18 @@ class Layout:
                 found.append(Fragment(n, low, high, low == a, high == b))
         return found
 
-    def ahead(self, slot: int) -> list[int]:
-        """Slots of all ranks, counted through, with the rows before a slot's first fragment in its sequence."""
-        cut = self.of_slot[slot]
-        if not cut or cut[0].begins:
-            return []
-        low = self.bounds[cut[0].sequence]
-        return [r * self.slots + s for a, b, r, s in self._places if low < b and a < cut[0].start]
+    def chains(self, slot: int) -> tuple[list[int], list[int]]:
+        """Slots of all ranks, counted through, with the rows before a slot's first fragment in its sequence.
 
-    def behind(self, slot: int) -> list[int]:
-        """The same behind its last fragment; the farthest comes first in both."""
-        cut = self.of_slot[slot]
-        if not cut or cut[-1].ends:
-            return []
-        high = self.bounds[cut[-1].sequence + 1]
-        return [r * self.slots + s for a, _, r, s in reversed(self._places) if cut[-1].end <= a < high]
+        And the same behind its last fragment; the farthest comes first in both.
+        """
+        if not self.of_slot[slot]:
+            return [], []
+        first, last = self.of_slot[slot][0], self.of_slot[slot][-1]
+        low, high = self.bounds[first.sequence], self.bounds[last.sequence + 1]
+        numbered = [(a, b, r * self.slots + s) for a, b, r, s in self._places]
+        ahead = [n for a, b, n in numbered if low < b and a < first.start]
+        return ahead, [n for a, _, n in reversed(numbered) if last.end <= a < high]
 
     def longest(self) -> tuple[int, int]:
         """Lengths of the longest chains ahead and behind that any boundaries make."""
@@ -209,20 +206,30 @@ def edges(slots: Sequence[Sequence[Fragment]], none: int) -> list[tuple[int, int
     return found
 
 
-def table(slots: Sequence[Sequence[Fragment]], most: int, N: int) -> list[int]:
-    """Three rows of F + 1: boundaries of fragments, sequences that they begin, and that they end; empty ones up to F.
+def table(
+    slots: Sequence[Sequence[Fragment]], most: int, N: int, sources: Sequence[Sequence[int]], none: int
+) -> list[int]:
+    """Five rows of F + 1: boundaries of fragments, sequences that they begin, and that they end; empty ones up to F.
+
+    Then where the states lie that they receive, forward and backward.
 
     Args:
         slots: fragments of each slot.
         most: F.
         N: number of sequences; it also stands for none.
+        sources: for each slot the places of the states that come for it, forward and backward.
+        none: the place that stands for none.
     """
     cut = [f for own in slots for f in own]
     rest = most - len(cut)
     cu = [*itertools.accumulate((f.end - f.start for f in cut), initial=0)]
     begins, ends = [f.sequence if f.begins else N for f in cut], [f.sequence if f.ends else N for f in cut]
-    none = [N] * (rest + 1)
-    return [*cu, *cu[-1:] * rest, *begins, *none, *ends, *none]
+    absent = [N] * (rest + 1)
+    received = [[none] * (most + 1) for _ in range(2)]
+    for (_, _, *places), froms in zip(edges(slots, most), sources, strict=True):
+        for row, place, source in zip(received, places, froms, strict=True):
+            row[place] = source if place < most else none
+    return [*cu, *cu[-1:] * rest, *begins, *absent, *ends, *absent, *received[0], *received[1]]
 
 
 def short(values: Sequence) -> str:

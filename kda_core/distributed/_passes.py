@@ -18,12 +18,74 @@ from kda_core._ledger import Transfer
 from kda_core._torch_private import without_autocast
 from kda_core.distributed._exchange import full_precision, gathered, join
 from kda_core.distributed._halves import Chosen
-from kda_core.distributed._steps import BackwardStep, Forward, ForwardStep, Shared, k_first, like_callers
-from kda_core.request import DATA, ForwardResult, Request
+from kda_core.distributed._shared import Shared, k_first, like_callers, rows_of
+from kda_core.request import DATA, Edges, ForwardResult, Request
 
 PARAMETERS = ("A_log", "dt_bias")
 ALIGNED = 64
 """Bytes: matrix libraries may round otherwise at other addresses."""
+
+
+class Step:
+    """One call's forward, or backward: ``begin``, what ranks exchange, and ``finish`` or ``finish_backward``.
+
+    Args:
+        name: the backend that was asked for, or None.
+        known: what was chosen, for tensors of the same metadata.
+        given: states (gradients of final states), [N, HV, K, V], or None.
+        backward: whether ``r`` has ``saved``, ``grad_o`` and ``needs_grad``.
+
+    Attributes:
+        matrices: what a forward keeps for its backward.
+        request: what the halves get.
+    """
+
+    def __init__(
+        self, r: Request, s: Shared, name: str | None, known: Chosen | None, given: Tensor | None,
+        matrices: Tensor | None = None, backward: bool = False,
+    ) -> None:  # fmt: skip
+        self.r, self.s, self.matrices, self.backward = r, s, matrices, backward
+        self.chosen, self.request = s.chosen(r, name) if known is None else (known, s.local(r))
+        t = s.tables()
+        given = None if t.no_given[backward] else given
+        edges = Edges(given, *t.edges[2 if backward else r.save_for_backward], matrices)
+        self.request.__dict__.update(cp_context=edges, memo=self.chosen.halves_memo)
+        self.kept: tuple[Tensor, ...] = ()
+
+    def begin(self) -> Tensor:
+        """The slots' transitions, [S, HV, K, K + V]: matrices, and additions with the given states in them."""
+        halves = self.chosen.halves
+        begun = halves.begin_backward(self.request) if self.backward else halves.begin(self.request)
+        sent, matrices, self.kept = begun
+        assert sent is not None
+        if self.r.save_for_backward and not self.backward:
+            if matrices is None:  # behind what is sent
+                sent, matrices = (sent, sent) if self.s.dense else sent.chunk(2)
+            self.matrices = matrices
+        return sent
+
+    def finish(self, came: Tensor | None) -> ForwardResult:
+        """This call's part; of a cell, with parts of the final states of all sequences, [N, HV, K, V]."""
+        r, s = self.r, self.s
+        found = self.chosen.halves.finish(self.request, self.kept, came)
+        o, final, h = found.o, found.final_state, found.h
+        if final is None and h is None and self.request.q is r.q:
+            return found
+        if final is not None and not s.grid:
+            final = s.final(r, final)
+        if h is not None:
+            h = like_callers(r, h.reshape(r.B, -1, *h.shape[2:]), r.h_dtype)
+        if self.request.q is not r.q:
+            o = o.view(r.B, r.T, r.HV, r.V)
+        return ForwardResult(o, final, h, found.saved)
+
+    def finish_backward(self, came: Tensor | None) -> dict[str, Tensor]:
+        """This call's part of the gradients, that of the initial states for all sequences, [N, HV, K, V]."""
+        r = self.r
+        grads = self.chosen.halves.finish_backward(self.request, self.kept, came)
+        if self.request.q is not r.q:
+            grads = {**grads, **{n: grads[n].view(getattr(r, n).shape) for n in r.needs_grad.intersection(DATA)}}
+        return grads
 
 
 def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
@@ -48,21 +110,17 @@ def transfers(r: Request, s: Shared) -> tuple[Transfer, ...]:
     return tuple(Transfer(way, collective, W, n * itemsize, text) for way, collective, n, text in found)
 
 
-def _joined(step: ForwardStep | BackwardStep) -> Tensor | None:
-    """The states that our fragments receive, or where ``Edges`` find them; one collective."""
+def _joined(step: Step) -> Tensor | None:
+    """The states that our fragments receive, where ``Edges`` find them; one collective."""
     if step.chosen.alone:
         return None
-    s, backward, by_edges = step.s, step.backward, step.edges is not None
-    sent = step.begin()
-    steps = s.slots.shape[0] - 4 - s.before if backward else s.before
-    # A place of zeros is for chains that are shorter; ``Edges`` say themselves where nothing comes.
-    every = gathered(sent, s.group, s.padded and steps > (1 if by_edges else 0))
-    if not steps:
-        return None
-    if steps == 1:  # the additions alone
-        return every if by_edges else every[..., sent.shape[-2] :].index_select(0, s.fragments[3 + backward, :-1])
-    found = join(every, s.slots[4 + s.before :] if backward else s.slots[4 : 4 + s.before])
-    return found if by_edges else s.spread(found, backward)
+    s = step.s
+    steps = s.slots.shape[0] - 4 - s.before if step.backward else s.before
+    # A place of zeros is for chains that are shorter; where nothing comes ``Edges`` say themselves.
+    every = gathered(step.begin(), s.group, s.padded and steps > 1)
+    if steps < 2:  # the additions alone
+        return every if steps else None
+    return join(every, s.slots[4 + s.before :] if step.backward else s.slots[4 : 4 + s.before])
 
 
 def _aligned(r: Request) -> Request:
@@ -71,11 +129,11 @@ def _aligned(r: Request) -> Request:
     def moved(t: Tensor) -> Tensor:
         return t.clone() if t.data_ptr() % ALIGNED else t
 
-    rows = {n: moved(t) for n in (*DATA, "grad_o") if (t := getattr(r, n)) is not None}
+    rows = {n: moved(t) for n, t in rows_of(r)}
     return build_request({**vars(r), **rows, "saved": tuple(map(moved, r.saved))})
 
 
-def _chained(r: Request, s: Shared, steps: Sequence[ForwardStep | BackwardStep], backward: bool) -> list[Tensor]:
+def _chained(r: Request, s: Shared, steps: Sequence[Step], backward: bool) -> list[Tensor]:
     """The states that the fragments of our cells receive; one collective, and products in the order of all cells.
 
     Every rank makes the same products of the same shapes.
@@ -89,9 +147,9 @@ def _chained(r: Request, s: Shared, steps: Sequence[ForwardStep | BackwardStep],
     order, goes_on = s.chain[0], s.chain[1].bool()
     state = own.new_zeros(n * r.HV, r.K, r.V)
     found: dict[int, Tensor] = {}
-    count = len(order)
+    cells = range(len(order))
     with full_precision(state.device):
-        for cell in reversed(range(count)) if backward else range(count):
+        for cell in reversed(cells) if backward else cells:
             if cell in s.cells:
                 found[cell] = state
             if len(found) == len(s.cells):
@@ -100,32 +158,34 @@ def _chained(r: Request, s: Shared, steps: Sequence[ForwardStep | BackwardStep],
             passed = torch.baddbmm(both[..., r.K :], both[..., : r.K], state)
             # Not a product with zero: it would carry another sequence's NaN.
             state = torch.where(goes_on[cell], passed, both[..., r.K :])
-    each = zip(steps, s.cells, strict=True)
-    return [step.s.spread(found[cell].view(n, r.HV, r.K, r.V), backward) for step, cell in each]
+    return [found[cell].view(n, r.HV, r.K, r.V) for cell in s.cells]
 
 
-def _forward_of_cells(r: Request, s: Shared, name: str | None) -> Forward:
-    steps = [ForwardStep(_aligned(q), t, name) for q, t in s.parts(r)]
+def _forward_of_cells(
+    r: Request, s: Shared, name: str | None, given: Tensor | None
+) -> tuple[ForwardResult, Tensor | None]:
+    steps = [Step(_aligned(q), t, name, None, given) for q, t in s.parts(r)]
     if not steps:
         _refuse_without_cells(r, s, name)
     came = _chained(r, s, steps, False)
     parts = [step.finish(states) for step, states in zip(steps, came, strict=True)]
-    o = torch.cat([r.v.new_empty(r.B, 0, r.HV, r.V), *(p.result.o for p in parts)], 1)
+    o = torch.cat([r.v.new_empty(r.B, 0, r.HV, r.V), *(p.o for p in parts)], 1)
     final = h = None
     if r.output_final_state:
-        final = s.final(r, _total(r, s, [p.result.final_state for p in parts if p.result.final_state is not None]))
+        final = s.final(r, _total(r, s, [p.final_state for p in parts if p.final_state is not None]))
     if r.return_intermediate_states:
-        shape = (r.V, r.K) if r.state_v_first else (r.K, r.V)
-        absent = r.q.new_empty(r.B, 0, r.HV, *shape, dtype=r.h_dtype)
-        h = torch.cat([absent, *(p.result.h for p in parts if p.result.h is not None)], 1)
-    matrices = torch.cat([m for p in parts if (m := p.matrices) is not None]) if r.save_for_backward and parts else None
-    return Forward(ForwardResult(o, final, h), matrices, tuple(t for p in parts for t in p.saved), None)
+        absent = r.q.new_empty(r.B, 0, *r.state_shape[1:], dtype=r.h_dtype)
+        h = torch.cat([absent, *(p.h for p in parts if p.h is not None)], 1)
+    matrices = (
+        torch.cat([m for step in steps if (m := step.matrices) is not None]) if r.save_for_backward and steps else None
+    )
+    return ForwardResult(o, final, h, tuple(t for p in parts for t in p.saved)), matrices
 
 
 def _refuse_without_cells(r: Request, s: Shared, name: str | None) -> None:
     """Refuse what ranks with cells refuse: they do not come to the exchange."""
     none, cpu = (torch.zeros(s.fragments.shape[1:], dtype=torch.int64, device=d) for d in (r.device, "cpu"))
-    s._replace(fragments=none).chosen(build_request({**vars(r), "cu_seqlens_cpu": cpu[0]}), name)
+    s._replace(fragments=none, known_tables=None).chosen(build_request({**vars(r), "cu_seqlens_cpu": cpu[0]}), name)
 
 
 def _backward_of_cells(
@@ -133,9 +193,9 @@ def _backward_of_cells(
 ) -> dict[str, Tensor]:
     parts = s.parts(r)
     each = matrices.chunk(len(parts)) if parts else ()
-    steps = [BackwardStep(_aligned(q), t, name, None, given, m) for (q, t), m in zip(parts, each, strict=True)]
+    steps = [Step(_aligned(q), t, name, None, given, m, backward=True) for (q, t), m in zip(parts, each, strict=True)]
     came = _chained(r, s, steps, True)
-    found = [step.finish(states) for step, states in zip(steps, came, strict=True)]
+    found = [step.finish_backward(states) for step, states in zip(steps, came, strict=True)]
     grads = {
         n: torch.cat([torch.empty_like(getattr(r, n)[:, :0]), *(g[n] for g in found)], 1)
         for n in DATA
@@ -162,24 +222,27 @@ def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
     return functools.reduce(Tensor.add_, states, s.no_states(r))
 
 
-def forward(r: Request, s: Shared, name: str | None, known: Chosen | None = None) -> Forward:
-    """Run a call whose tensors are the caller's; ``known``: what an earlier one chose, for the same metadata."""
+def forward(
+    r: Request, s: Shared, name: str | None, known: Chosen | None = None
+) -> tuple[ForwardResult, Tensor | None]:
+    """Run a call whose tensors are the caller's; also the matrices that its backward is given.
+
+    Args:
+        known: what an earlier call chose, for the same metadata.
+    """
     # Autocast would round the states that ranks exchange: on some ranks perhaps, whose others wait then.
     with without_autocast(r.device.type):
+        given = None if r.initial_state is None else k_first(r, r.initial_state)
         if s.grid:
-            return _forward_of_cells(r, s, name)
-        step = ForwardStep(r, s, name, known)
-        return step.finish(_joined(step))
+            return _forward_of_cells(r, s, name, given)
+        step = Step(r, s, name, known, given)
+        return step.finish(_joined(step)), step.matrices
 
 
 def backward(
     r: Request, s: Shared, name: str | None, matrices: Tensor | None, known: Chosen | None = None
 ) -> dict[str, Tensor]:
-    """Run its backward: ``r`` has ``saved``, ``grad_o``, ``grad_final_state`` and ``needs_grad``.
-
-    Args:
-        known: what the forward chose, for tensors of the same metadata.
-    """
+    """Run its backward: ``r`` has ``saved``, ``grad_o``, ``grad_final_state`` and ``needs_grad``."""
     with without_autocast(r.device.type):
         given = None if r.grad_final_state is None else k_first(r, r.grad_final_state)
         if s.gather and r.output_final_state:
@@ -187,9 +250,9 @@ def backward(
         if s.grid:
             grads = _backward_of_cells(r, s, name, matrices, given)
         else:
-            step = BackwardStep(r, s, name, known, given, matrices)
-            grads = step.finish(_joined(step))
-        if "initial_state" in r.needs_grad:
-            dtype = r.initial_state.dtype  # type: ignore[union-attr]
-            grads["initial_state"] = like_callers(r, grads["initial_state"], dtype)
-        return grads
+            step = Step(r, s, name, known, given, matrices, backward=True)
+            grads = step.finish_backward(_joined(step))
+        if "initial_state" not in r.needs_grad:
+            return grads
+        states = like_callers(r, grads["initial_state"], r.initial_state.dtype)  # type: ignore[union-attr]
+        return {**grads, "initial_state": states}

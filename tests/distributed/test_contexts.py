@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from whole_calls import RAW, assert_close, inputs, normal, oracle
 
 import kda_core
@@ -125,11 +126,19 @@ def test_rows_of_another_16_bit_dtype_than_autocast(alone, rows):
         ({"tokens": 4, "deterministic_degree": None}, TypeError, "deterministic_degree: expected True or False"),
         ({"cu_seqlens": torch.zeros(2)}, ValueError, "cu_seqlens: expected [N + 1] int32 or int64"),
         ({"tokens": 4, "group": 7}, ValueError, "group: expected a process group"),
+        ({"tokens": 4, "group": dist.GroupMember.NON_GROUP_MEMBER}, ValueError, "group that holds this process"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_refused(alone, arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         build_cp_context(**arguments)
+
+
+def test_a_dimension_of_a_mesh_is_a_group(alone):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    assert build_cp_context(tokens=4, group=mesh["cp"]).group is mesh["cp"].get_group()
+    with pytest.raises(ValueError, match=r"a DeviceMesh of one dimension \(mesh\['cp'\]\), got 2 dimensions"):
+        build_cp_context(tokens=4, group=mesh)
 
 
 def test_it_needs_torch_distributed():
@@ -151,6 +160,13 @@ def test_ranks_that_disagree_are_told_by_verify(ranks):
 @pytest.mark.parametrize(("size", "more"), [(3, {}), (2, {"deterministic_degree": True, "grid": 15})])
 def test_a_refreshed_context_serves_other_lengths(ranks, size, more):
     assert all(ranks.run(size, "refreshed", inputs(60), [0, 7, 30, 60], [0, 0, 44, 59], RAW, more))
+
+
+@pytest.mark.parametrize("backend", ["halves", "edges"])
+def test_a_refreshed_context_leaves_copies_alone(ranks, backend):
+    """Hooks of saved tensors may copy them, to the CPU for example; sequences were cut where the new ones begin."""
+    arguments = inputs(60, 3), normal(1, 60, 4, 6), [0, 7, 30, 60], [0, 0, 44, 59], {**RAW, "backend": backend}
+    assert all(ranks.run(2, "refreshed_behind_copies", *arguments))
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,16 @@ def test_any_fragments(ranks, problem, gate, bound, v_first, state, grouped, gat
     assert_close(parts, expected, CLOSE)
 
 
+def test_a_sequence_goes_on_in_a_second_call(ranks):
+    """With ``gather`` every rank has the state that the next call starts from; gradients flow through it."""
+    tensors = inputs(90, 1)
+    grads, options = gradients(tensors, 1), {**RAW, "output_final_state": True}
+    parts = ranks.run(3, "continued", tensors, grads, options)
+    expected = oracle(tensors, grads, None, options)
+    error, name = worst({n: sum(part[n] for part in parts) for n in expected}, expected)
+    assert error < CLOSE, name
+
+
 def test_a_final_state_lies_where_its_sequence_ends(ranks):
     tensors = inputs(60, 2)
     context = {"cu_seqlens": [0, 20, 60]}

@@ -35,6 +35,26 @@ def training_step(group: Any, rank: int, inputs: dict, grads: dict, context: dic
     return found
 
 
+def continued(group: Any, rank: int, inputs: dict, grads: dict, options: dict) -> dict[str, torch.Tensor]:
+    """A training step of a sequence in two calls, the second from the state that all ranks have of the first.
+
+    Returns:
+        this rank's part of each tensor, zeros elsewhere.
+    """
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in inputs.items()}
+    found = {"o": torch.zeros_like(inputs["v"])}
+    loss, state, T = 0.0, leaves["initial_state"], inputs["v"].shape[1]
+    for start, end in ((0, T // 2), (T // 2, T)):
+        c = build_cp_context(tokens=end - start, group=group, gather=True)
+        tensors = {n: c.local(t[:, start:end]) if n in ROWS else t for n, t in leaves.items()}
+        o, state = kda_core.chunk_kda(**{**tensors, "initial_state": state}, **options, cp_context=c)
+        ((low, high),) = c.ranges
+        found["o"][:, start + low : start + high] = o.detach()
+        loss = loss + (o * c.local(grads["o"][:, start:end])).sum()
+    (loss + (state * grads["final_state"]).sum() / c.size).backward()
+    return found | {"final_state": state.detach() / c.size} | {f"d{n}": t.grad for n, t in leaves.items()}
+
+
 def _local(c: Any, inputs: dict, gradients: bool = True) -> dict[str, torch.Tensor]:
     tensors = {n: c.local(t) if n in ROWS else t for n, t in inputs.items()}
     return {n: t.detach().clone().requires_grad_(gradients) for n, t in tensors.items()}
@@ -149,6 +169,23 @@ def refreshed(
     x = _local(c, inputs, False)
     both = [kda_core.chunk_kda(**x, **options, cp_context=made)[0] for made in (c, new)]
     return torch.equal(*both) and memory == (c.fragments.data_ptr(), c.slots.data_ptr())
+
+
+def refreshed_behind_copies(
+    group: Any, rank: int, inputs: dict, grad: Any, before: list[int], after: list[int], options: dict
+) -> bool:
+    """Whether a backward of copies, as hooks of saved tensors make them, is that of its own forward's lengths."""
+    register_halves()
+    c = build_cp_context(before, group, tokens=inputs["q"].shape[1], fragments=4)
+    found = []
+    for bounds in (before, after):
+        leaves = _local(c, inputs)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+            o, _ = kda_core.chunk_kda(**leaves, **options, cp_context=c)
+        c.refresh(bounds)
+        o.backward(c.local(grad))
+        found.append([t.grad for t in leaves.values()])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def checkpointed(group: Any, rank: int, inputs: dict, grad: Any, context: dict, options: dict) -> bool:
