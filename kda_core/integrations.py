@@ -107,7 +107,8 @@ def advance_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor |
     Args:
         x: [B, D, 1]; the result has its shape and dtype.
         state: [B, D, W], advanced in place.
-        weight, bias: [D, W], [D].
+        weight: [D, W].
+        bias: [D] or None.
     """
     # In one row every input moves by one place, which is a third of the time of a concatenation.
     y = state.roll(-1)
