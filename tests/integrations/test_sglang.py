@@ -117,12 +117,14 @@ def test_prompts(kernel, lower_bound, wanted):
     pool, track = x["pool"].clone(), torch.full((3, HV, D, D), torch.nan)
     options = {"return_intermediate_states": wanted in ("states", "both"), "extend_seq_lens_cpu": lengths}
     if wanted in ("snapshots", "both"):
-        options |= {"track_state": track, "track_chunk_idx": torch.tensor([-1, 2, 1], dtype=torch.int32)}
+        tracked = torch.tensor([-1, 2, 1], dtype=torch.int32)
+        options |= {"track_state": track, "track_chunk_idx": tracked, "extend_seq_lens_cpu": None}
     found = kernel.extend(
         x["q"], x["k"], x["v"], x["a"], x["b"], ssm_states=pool, cache_indices=slots, query_start_loc=bounds,
         A_log=x["A_log"], dt_bias=x["dt_bias"], lower_bound=lower_bound, beta_is_raw=True, **options,
     )  # fmt: skip
     o, h = found if options["return_intermediate_states"] else (found, None)
+    assert (h is None) == (wanted != "states")  # SGLang reads snapshots where it has asked for them
     expected, before, states = x["pool"].clone(), [], []
     for n, slot in enumerate(slots.tolist()):
         own, after = recur(x, lower_bound, slice(bounds[n], bounds[n + 1]), x["pool"][slot])
@@ -136,6 +138,42 @@ def test_prompts(kernel, lower_bound, wanted):
     if "track_state" in options:
         close(track[1], states[1][128])
         close(track[2], states[2][64])
+        assert track[0].isnan().all()
+
+
+def test_snapshots_of_final_states_need_no_others(kernel):
+    """SGLang asks for the states at all chunks, and then takes the final ones from the pool."""
+    x = draw(130)
+    pool = x["pool"].clone()
+    o, h = kernel.extend(
+        x["q"], x["k"], x["v"], x["a"], x["b"], ssm_states=pool, cache_indices=torch.tensor([4]), A_log=x["A_log"],
+        query_start_loc=torch.tensor([0, 130]), dt_bias=x["dt_bias"], beta_is_raw=True,
+        return_intermediate_states=True, track_ssm_h_src=torch.tensor([], dtype=torch.int64),
+    )  # fmt: skip
+    own, after = recur(x, None, slice(0, 130), x["pool"][4])
+    assert h is None
+    close(o[0], own)
+    close(pool[4], after[-1])
+
+
+def test_prompts_of_a_graph(kernel):
+    """Tables and rows have places for more requests and tokens; lengths are on the device alone."""
+    x, slots = draw(200), torch.tensor([4, 2, -1, -1], dtype=torch.int32)
+    pool, track = x["pool"].clone(), torch.full((4, HV, D, D), torch.nan)
+    bounds = torch.tensor([0, 130, 197, 197, 197], dtype=torch.int32)
+    o = kernel.extend(
+        x["q"], x["k"], x["v"], x["a"], x["b"], ssm_states=pool, cache_indices=slots, query_start_loc=bounds,
+        A_log=x["A_log"], dt_bias=x["dt_bias"], beta_is_raw=True, extend_seq_lens_cpu=None, track_state=track,
+        track_chunk_idx=torch.tensor([2, 1, -1, -1], dtype=torch.int32), return_intermediate_states=False,
+    )  # fmt: skip
+    expected = x["pool"].clone()
+    for n, (slot, place) in enumerate([(4, 128), (2, 64)]):
+        own, after = recur(x, None, slice(bounds[n], bounds[n + 1]), x["pool"][slot])
+        close(o[0, bounds[n] : bounds[n + 1]], own)
+        close(track[n], after[place])
+        expected[slot] = after[-1]
+    close(pool, expected)
+    assert track[2:].isnan().all()
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -152,7 +190,7 @@ def test_snapshots_of_a_bfloat16_pool_are_float32(kernel, wanted):
     )  # fmt: skip
     _, after = recur(x, None, slice(0, 130), given)
     close(track[0], after[128])
-    assert not wanted or found[1].dtype == torch.bfloat16
+    assert not wanted or found[1] is None
 
 
 def test_prompts_of_given_decays(kernel):
@@ -254,9 +292,9 @@ def test_what_kda_core_cannot_say_goes_to_sglangs_own_kernels(kernel, method, mo
     gates = {"A_log": x["A_log"], "dt_bias": x["dt_bias"]}
     common = {"ssm_states": pool, "cache_indices": slots, "query_start_loc": bounds}
     if method == "extend":
-        tracked = {"track_state": torch.empty(2, HV, D, D), "track_chunk_idx": slots, "layer_id": 3}
+        wanted = {"return_intermediate_states": True, "layer_id": 3}
         rows = x["q"], x["k"], x["v"], x["a"], x["b"]
-        assert kernel.extend(*rows, **gates, **common, **tracked) == "stock"
+        assert kernel.extend(*rows, **gates, **common, **wanted) == "stock"
         assert [s["layer_id"] for s in seen] == [3]
     elif method == "packed_decode":
         ring = {"replayssm_d": pool, "num_v_heads": HV, "head_v_dim": D, "scale": 1.0}

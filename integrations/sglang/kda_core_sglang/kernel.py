@@ -2,7 +2,7 @@
 
 States are stored V first, in a pool that calls read and advance in place. Slots below 0 are padding. So is slot 0: no
 request has it, and all rows that pad an eager batch share it. SGLang's own kernels keep trees of drafts, rings of their
-records, and states at chunks of prompts whose lengths are not on the host.
+records, and states at all chunks of prompts whose lengths are not on the host.
 """
 
 import torch
@@ -27,29 +27,31 @@ class KdaCoreKernel(TritonKDAKernel):
 
     def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **call):
         """Prompts."""
-        pool = {"ssm_states": ssm_states, "cache_indices": cache_indices, "query_start_loc": query_start_loc}
         wanted, track, lengths = map(call.get, ("return_intermediate_states", "track_state", "extend_seq_lens_cpu"))
-        if (wanted or track is not None) and lengths is None:
+        # SGLang asks for the states at all chunks, but reads none beside snapshots, nor where final states are enough.
+        sources = call.get("track_ssm_h_src")
+        read = wanted and track is None and (sources is None or len(sources) > 0)
+        if read and lengths is None:
+            pool = {"ssm_states": ssm_states, "cache_indices": cache_indices, "query_start_loc": query_start_loc}
             return super().extend(q, k, v, g, beta, **pool, **call)
         options = RAW | {"use_beta_sigmoid_in_kernel": bool(call.get("beta_is_raw")), "use_gate_in_kernel": False}
         if call.get("A_log") is not None:
             options |= {name: call.get(name) for name in ("A_log", "dt_bias", "lower_bound")}
             options |= {"use_gate_in_kernel": True, "safe_gate": options["lower_bound"] is not None}
-        if wanted or track is not None:
+        options |= {"ssm_state_indices": cache_indices, "pad_slot_id": 0, "chunk_size": CHUNK}
+        if read:
             bounds = torch.tensor([0, *lengths]).cumsum(0)
-            options |= {"cu_seqlens_cpu": bounds, "return_intermediate_states": True, "chunk_size": CHUNK}
-        if track is not None:
-            options["intermediate_states_dtype"] = track.dtype
+            options |= {"cu_seqlens_cpu": bounds, "return_intermediate_states": True}
+        elif track is not None and q.shape[1] >= CHUNK:
+            # Sequence n's snapshot is row n, 0 as well. It is wanted behind a chunk or more: shorter prompts have none.
+            ends, rows = (torch.arange(n, device=q.device) for n in (q.shape[1] // CHUNK, len(track)))
+            table = torch.where(call["track_chunk_idx"][:, None] == ends + 1, rows[:, None], -1)
+            options |= {"checkpoint_indices": table, "checkpoint_every": CHUNK, "checkpoint_pool": track}
+            options |= {"ssm_state_indices": cache_indices.where(cache_indices > 0, -1), "pad_slot_id": -1}
         o, _, *h = kda_core.chunk_kda(
-            q, k, v, g, beta, initial_state=ssm_states, ssm_state_indices=cache_indices, cu_seqlens=query_start_loc,
-            pad_slot_id=0, **options,
+            q, k, v, g, beta, initial_state=ssm_states, cu_seqlens=query_start_loc, **options
         )  # fmt: skip
-        if track is not None:
-            chunks = (query_start_loc.diff() + CHUNK - 1) // CHUNK
-            # SGLang does not read the rows of sequences without a snapshot.
-            rows = (chunks.cumsum(0) - chunks + call["track_chunk_idx"]).clamp(0, h[0].shape[1] - 1)
-            track.copy_(h[0][0, rows.long()])
-        return (o, h[0].to(ssm_states.dtype)) if wanted else o
+        return (o, h[0].to(ssm_states.dtype) if read else None) if wanted else o
 
     def packed_decode(self, mixed_qkv, a, b, *, num_v_heads, head_v_dim, **call):
         """One token of each request, from the rows of the convolution's result: views, no copies."""
