@@ -27,21 +27,18 @@ class ChunkRecord:
         heads, rows = window.heads, x.unflatten(0, (pairs.stop - pairs.start, -1))
         if rows.shape[-2:] != self.flat.shape[-2:]:
             rows = rows[..., : self.flat.shape[-2], : self.flat.shape[-1]]
-        first = window.first_of_run
-        if first is None:
-            self.flat[window.chunk_index[pairs], heads] = rows.to(self.flat.dtype)
+        places = window.chunks()
+        if isinstance(places, slice):
+            self.flat[places.start + pairs.start : places.start + pairs.stop, heads] = rows
         else:
-            self.flat[first + pairs.start : first + pairs.stop, heads] = rows
+            self.flat[places[pairs], heads] = rows.to(self.flat.dtype)
 
     def get(self, window: Window, into: Tensor) -> Tensor:
         """[Z, ...] of a window: a view where the chunks lie together, else loaded into ``into``."""
-        heads, first = window.heads, window.first_of_run
-        if first is None:
-            rows = self.flat[window.chunk_index, heads]
-        else:
-            rows = self.flat[first : first + window.pairs, heads]
-            if rows.shape[1] == self.flat.shape[1]:
-                return rows.flatten(0, 1)
+        places = window.chunks()
+        rows = self.flat[places, window.heads]
+        if isinstance(places, slice) and rows.shape[1] == self.flat.shape[1]:
+            return rows.flatten(0, 1)
         return into.view_as(rows).copy_(rows).view_as(into)
 
 

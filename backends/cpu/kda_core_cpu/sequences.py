@@ -9,29 +9,13 @@ one window; it does not depend on T.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_core.request import Request
-
-
-class lazy_attribute:
-    """``functools.cached_property`` without the lock that it has before Python 3.12.
-
-    A child that is forked while another thread computes inherits the lock locked, and waits for ever. Here two threads
-    may compute at once; both get the first answer.
-    """
-
-    def __init__(self, compute: Callable[[Any], Any]) -> None:
-        self.compute = compute
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        # No data descriptor: from now on the instance's own entry is found first.
-        return instance.__dict__.setdefault(self.compute.__name__, self.compute(instance))
 
 
 def token_counts(request: Request) -> Tensor:
@@ -97,11 +81,13 @@ class Sequences:
 class Group:
     """A block of lanes: sequences ``ids`` (longest first) with value heads ``heads``.
 
-    ``alive[i]`` is the number of its sequences that have a chunk at step i.
+    ``span``: the sequences as a slice when they are neighbours in order, else None. ``alive[i]`` is the number of its
+    sequences that have a chunk at step i.
     """
 
     sequences: Sequences
     ids: Tensor
+    span: slice | None
     heads: slice
     chunk: int
     alive: list[int]
@@ -109,13 +95,6 @@ class Group:
     @property
     def n_heads(self) -> int:
         return self.heads.stop - self.heads.start
-
-    @lazy_attribute
-    def span(self) -> slice | None:
-        """The sequences as a slice when they are neighbours in order, else None."""
-        first, n = int(self.ids[0]), len(self.ids)
-        neighbours = n == 1 or bool((self.ids == torch.arange(first, first + n, device="cpu")).all())
-        return slice(first, first + n) if neighbours else None
 
     def rows_of(self, x: Tensor) -> Tensor:
         """[n, heads, ...] of ``x`` [N, HV, ...]: a view when the sequences are neighbours, else a copy."""
@@ -144,7 +123,9 @@ def lane_groups(sequences: Sequences, request: Request, chunk: int, lanes: int) 
         if len(ids) == 0:
             continue
         chunks = (sequences.length[ids] + chunk - 1) // chunk
-        steps = int(chunks[0])
+        first, steps = int(ids[0]), int(chunks[0])
+        neighbours = len(ids) == 1 or bool((ids.diff() == 1).all())
+        span = slice(first, first + len(ids)) if neighbours else None
         alive = (len(ids) - chunks.bincount(minlength=steps + 1).cumsum(0)[:steps]).tolist()
         for h in range(0, request.HV, heads):
-            yield Group(sequences, ids, slice(h, min(h + heads, request.HV)), chunk, alive)
+            yield Group(sequences, ids, span, slice(h, min(h + heads, request.HV)), chunk, alive)

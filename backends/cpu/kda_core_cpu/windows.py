@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import Request
-from kda_core_cpu.sequences import Group, lazy_attribute, token_counts
+from kda_core_cpu.sequences import Group, token_counts
 
 
 class Window:
@@ -38,34 +38,32 @@ class Window:
         self.pairs = pair
         self.Z = pair * group.n_heads
         self.shape = (self.Z, self.rows)
+        self._box = self._found_box()
+        self._rows = self._found_rows() if self._box is None else None
+        self._chunks: slice | Tensor | None = None
 
     def by_step(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """For every step, its chunks of each of ``tensors`` [Z, ...]."""
         sizes = [(pairs.stop - pairs.start) * self.group.n_heads for pairs in self.steps]
         return list(zip(*(x.split(sizes) for x in tensors), strict=True))
 
-    @lazy_attribute
     def _pair_index(self) -> tuple[Tensor, Tensor]:
         """Sequence and step of every pair."""
         alive = torch.tensor([s.stop - s.start for s in self.steps], device="cpu")
         order = torch.cat([torch.arange(n, device="cpu") for n in alive.tolist()])
         return self.group.ids[order], torch.arange(self.i0, self.i1, device="cpu").repeat_interleave(alive)
 
-    @lazy_attribute
-    def chunk_index(self) -> Tensor:
-        """Position of every pair in per-chunk results [B·NT, ...]."""
-        sequence, step = self._pair_index
-        sequences = self.group.sequences
-        return sequences.first_chunk[sequence] + step * self.rows // sequences.chunk_size
+    def chunks(self) -> slice | Tensor:
+        """Positions of the pairs in per-chunk results [B·NT, ...]: a slice if they follow one another."""
+        if self._chunks is None:
+            sequence, step = self._pair_index()
+            sequences = self.group.sequences
+            index = sequences.first_chunk[sequence] + step * self.rows // sequences.chunk_size
+            first = int(index[0])
+            self._chunks = slice(first, first + self.pairs) if bool((index.diff() == 1).all()) else index
+        return self._chunks
 
-    @lazy_attribute
-    def first_of_run(self) -> int | None:
-        """The first pair's position in them if all pairs follow one another, else None."""
-        index = self.chunk_index
-        return int(index[0]) if bool((index.diff() == 1).all()) else None
-
-    @lazy_attribute
-    def _box(self) -> tuple[slice, int, int, int] | None:
+    def _found_box(self) -> tuple[slice, int, int, int] | None:
         """(batch rows, first token, whole chunks, rows of a last partial chunk), or None when rows are scattered."""
         group, sequences = self.group, self.group.sequences
         first = self.steps[0].stop
@@ -80,11 +78,10 @@ class Window:
         tokens = min(int(sequences.length[i]) - self.i0 * group.chunk, len(self.steps) * group.chunk)
         return rows, int(sequences.start[i]) + self.i0 * group.chunk, *divmod(tokens, group.chunk)
 
-    @lazy_attribute
-    def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _found_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Batch row [pairs, 1], token [pairs, C], padding mask [pairs, C], rows without padding (None: all)."""
         sequences, chunk = self.group.sequences, self.group.chunk
-        sequence, step = self._pair_index
+        sequence, step = self._pair_index()
         offset = (step * chunk)[:, None] + torch.arange(chunk, device="cpu")
         padding = offset >= sequences.length[sequence][:, None]
         # A padding row reads its own sequence's first row and is then overwritten: no neighbour leaks in.
@@ -106,7 +103,7 @@ class Window:
             into = into[..., :D]
         heads = slice(self.group.heads.start // shared, self.group.heads.stop // shared)
         target = into.unflatten(0, (self.pairs, heads.stop - heads.start, shared))
-        if self._box is None:
+        if self._rows is not None:
             batch, token, _, _ = self._rows
             found = x[0, :, heads][token] if self.group.sequences.packed else x[:, :, heads][batch, token]
             target.copy_(found.transpose(1, 2).unsqueeze(2))
@@ -141,7 +138,7 @@ class Window:
 
     def pad(self, x: Tensor, value: float) -> None:
         """Fill the padding rows of ``x`` [Z, C, D]."""
-        if self._box is None:
+        if self._rows is not None:
             _, _, padding, real = self._rows
             if real is not None:
                 x.unflatten(0, (self.pairs, -1)).masked_fill_(padding[:, None, :, None], value)
@@ -153,7 +150,7 @@ class Window:
         x = x[..., : into.shape[-1]]
         heads = slice(self.group.heads.start // shared, self.group.heads.stop // shared)
         source = x.unflatten(0, (self.pairs, -1))
-        if self._box is None:
+        if self._rows is not None:
             batch, token, _, real = self._rows
             found, batch = source.transpose(1, 2).flatten(0, 1), batch.expand_as(token).flatten()
             token = token.flatten()
