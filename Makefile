@@ -167,7 +167,7 @@ ADAPTERS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyp
 STACK_ENVIRONMENTS := build/integrations
 $(foreach a,$(ADAPTERS),$(eval $(call WHEEL_RULE,$(a),integrations/$(a),$(call SOURCE_FILES,integrations/$(a)))))
 
-.PHONY: integrations-test fla-own-tests hub-build
+.PHONY: integrations-test integrations-environments fla-own-tests hub-build
 .PRECIOUS: $(STACK_ENVIRONMENTS)/%/.stamp
 
 $(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt $(CONSTRAINTS) $(STAMPS)/TORCH.value | $(STAMPS)/venv
@@ -182,6 +182,8 @@ $(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt $(CONSTRAINTS) $(STAMPS)/
 	@touch $@
 
 integrations-test: $(STACKS:%=integrations-test-%) $(LARGE_STACKS:%=integrations-test-%) ## Set each stack up in an environment of its own, run its adapter's tests.
+
+integrations-environments: $(STACKS:%=$(STACK_ENVIRONMENTS)/%/.stamp)
 
 # The console script, as for make test: the wheels are under test.
 integrations-test-%: $(STACK_ENVIRONMENTS)/%/.stamp $(call WHEELS,core cpu $(ADAPTERS))
