@@ -243,7 +243,9 @@ def digest(t: Tensor, c: ContextParallel | None) -> int:
 
 
 def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
-    """How far the ranks' results are from one device's, and whether they repeat."""
+    """How far the ranks' results are from one device's, and whether they repeat, eager and compiled."""
+    # Without Inductor: what may be moved from the backward to the forward, AOTAutograd has moved before it.
+    compiled = torch.compile(kda_core.chunk_kda, backend="aot_eager", fullgraph=True)
     tensors = draw(T, heads, K, ranks, 0)
     grad = torch.randn(tensors["v"].shape, generator=torch.Generator().manual_seed(1)).to(tensors["v"])
     names = ("o", *tensors)
@@ -251,9 +253,9 @@ def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
     for layout, c in own_contexts(T).items():
         with reported(ranks, f"errors {layout}"):
             local = {n: c.local(t) if n in ROWS else t for n, t in tensors.items()}
-            run = functools.partial(training, kda_core.chunk_kda, local, c.local(grad), cp_context=c)
-            found, again = run(), run()
-            same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+            runs = [kda_core.chunk_kda, kda_core.chunk_kda, compiled]
+            found, *again = (training(function, local, c.local(grad), cp_context=c) for function in runs)
+            same = [all(torch.equal(a, b) for a, b in zip(found, other, strict=True)) for other in again]
             errors, bits = {}, 0
             for n, t in zip(names, found, strict=True):
                 bits += digest(t, c if n in ("o", *ROWS) else None)
@@ -267,9 +269,9 @@ def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
                 errors[n] = ranks.worst(float(difference))
             text = " ".join(f"{n} {x:.1e}" for n, x in errors.items()) + f"; bits {bits & 0xFFFFFFFF:08x}"
             ranks.add(
-                f"errors beside one device, T={T} heads={heads} {layout}: {text}; repeats {same}",
-                shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, repeats=same,
-                bits=f"{bits & 0xFFFFFFFF:08x}",
+                f"errors beside one, T={T} heads={heads} {layout}: {text}; repeats {same[0]}, compiled {same[1]}",
+                shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, repeats=same[0],
+                compiled=same[1], bits=f"{bits & 0xFFFFFFFF:08x}",
             )  # fmt: skip
 
 
