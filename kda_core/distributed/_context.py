@@ -31,7 +31,7 @@ class ContextParallel:
         ranges: this rank's ranges of global rows, of each of the B; None in a context of fla's.
         layout: its ``ranges`` are those of all ranks, of all B side by side; None in a context of fla's.
         cu_seqlens: [F + 1] int64 on the device: boundaries of this rank's fragments within its rows; the last ones may
-            be empty. ``cu_seqlens_cpu``: a copy on the CPU; ``call_cu_seqlens_cpu``: that, or [P, F + 1] of cells.
+            be empty. ``cu_seqlens_cpu``: a copy on the CPU.
         conv1d_kernel_size: as given, or None.
         gather: whether every rank gets every final state.
         dense: F where all fragments have the same number of rows for good, or 0.
@@ -88,7 +88,7 @@ class ContextParallel:
         by_fragment = table(slots, F, self.sequences, sources, none)
         by_slot = [x for row in zip(*columns, strict=True) for x in row]
         self._values, host, parts = moved((by_fragment, by_slot, *tails), self._values, device)
-        self.cu_seqlens_cpu = self.call_cu_seqlens_cpu = host[: F + 1]
+        self.cu_seqlens_cpu = host[: F + 1]
         self.fragments, self.slots = parts[0].view(5, F + 1), parts[1].view(-1, len(slots))
         self.tails, self.sources = parts[2].view(len(slots), -1), parts[3].view(none, -1)
         # Chains of other boundaries may be shorter.
@@ -97,7 +97,6 @@ class ContextParallel:
         own: Any = self.fragments, self.slots, None, longest[0], self.dense, 0, ()
         if g is not None:
             own = g.fragments, g.slots, g.chain, 0, g.dense, g.grid, g.own
-            self.call_cu_seqlens_cpu = g.cu_seqlens_cpu
         fragments, places, chain, before, dense, grid, cells = own
         shared = Shared(
             fragments, places, chain, self.group_name, before, self.sequences, dense, self.gather, padded, grid, cells
@@ -112,6 +111,11 @@ class ContextParallel:
     @property
     def cu_seqlens(self) -> Tensor:
         return self.fragments[0]
+
+    @property
+    def call_cu_seqlens_cpu(self) -> Tensor:
+        """The boundaries that ``chunk_kda`` takes: [F + 1], or [P, F + 1] of cells."""
+        return self.cu_seqlens_cpu if self.cells is None else self.cells.cu_seqlens_cpu
 
     @property
     def device(self) -> torch.device:

@@ -44,13 +44,13 @@ class KdaCoreKernel(TritonKDAKernel):
             options |= {"cu_seqlens_cpu": bounds, "return_intermediate_states": True}
         elif track is not None and q.shape[1] >= CHUNK:
             # Sequence n's snapshot is row n, 0 as well. It is wanted behind a chunk or more: shorter prompts have none.
-            ends, rows = (torch.arange(n, device=q.device) for n in (q.shape[1] // CHUNK, len(track)))
-            table = torch.where(call["track_chunk_idx"][:, None] == ends + 1, rows[:, None], -1)
+            ends = torch.arange(1, q.shape[1] // CHUNK + 1, device=q.device)
+            rows = torch.arange(len(track), device=q.device)[:, None]
+            table = torch.where(call["track_chunk_idx"][:, None] == ends, rows, -1)
             options |= {"checkpoint_indices": table, "checkpoint_every": CHUNK, "checkpoint_pool": track}
             options |= {"ssm_state_indices": cache_indices.where(cache_indices > 0, -1), "pad_slot_id": -1}
-        o, _, *h = kda_core.chunk_kda(
-            q, k, v, g, beta, initial_state=ssm_states, cu_seqlens=query_start_loc, **options
-        )  # fmt: skip
+        options |= {"initial_state": ssm_states, "cu_seqlens": query_start_loc}
+        o, _, *h = kda_core.chunk_kda(q, k, v, g, beta, **options)
         return (o, h[0].to(ssm_states.dtype) if read else None) if wanted else o
 
     def packed_decode(self, mixed_qkv, a, b, *, num_v_heads, head_v_dim, **call):
