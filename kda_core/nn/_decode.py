@@ -14,6 +14,7 @@ from kda_core import _loaded
 from kda_core._bind import by_head
 from kda_core._checks import PYTHON, check, check_values, expect_flag, python_value
 from kda_core._expect import expect_no_overlap, expect_own_memory
+from kda_core._loaded import Backend
 from kda_core._torch_private import cat
 from kda_core.api import fused_recurrent_kda
 from kda_core.capabilities import Feature
@@ -39,6 +40,8 @@ _PUBLIC = {
     "accepted": "num_accepted_tokens",
 }  # fmt: skip
 """Fields of a request that have another name in the function."""
+_PLACES, _MOST_PLACES = "places in memory", 256
+"""Key of the memo of a kind of calls: where the tensors of earlier calls lay; the most of them that are kept."""
 _ARGUMENTS = tuple(inspect.signature(fused_recurrent_kda).parameters.keys() - {"backend"})
 
 
@@ -146,7 +149,8 @@ def kda_decode_step(
     }  # fmt: skip
     options = {n: value if type(value) in PYTHON else python_value(value) for n, value in options.items()}
     x, *others = tensors.values()
-    own, memo = None, None
+    own: Backend | None = None
+    memo: Any = None
     if x.numel():
         features = frozenset() if records is None else _RECORDS
         own, memo = backend_for("decode_step", x, tuple(others), tuple(options.values()), backend, features)
@@ -160,10 +164,16 @@ def kda_decode_step(
         _check(request)
         o = _in_parts(request, backend)
     else:
+        # Later calls of a kind have the same layouts and options. Their tensors may lie elsewhere, and share memory.
+        places = memo.get(_PLACES, ())
+        place = tuple([t.data_ptr() for t in tensors.values() if t is not None])
         if not memo:
-            # Later calls of a kind have the same layouts and options.
             _check(request)
+        elif place not in places:
+            _expect_own_memory(request)
         o = own.result("kda_core_decode_step", request)
+        if memo and place not in places:
+            memo[_PLACES] = {place, *places} if len(places) < _MOST_PLACES else {place}
     return out if out is not None else o.squeeze(1) if single else o
 
 
@@ -219,9 +229,14 @@ def _check(r: DecodeStepRequest) -> None:
         for name, t in (("conv_state", r.conv_state), ("out", r.out)):
             if t is not None:
                 expect_no_overlap(name, t)
-        given = {_PUBLIC.get(name, name): t for name, t in vars(r).items() if isinstance(t, Tensor)}
-        if is_eager(*given.values()):
-            expect_own_memory(given, ("out", "conv_state", "state", "records"))
+        _expect_own_memory(r)
+
+
+def _expect_own_memory(r: DecodeStepRequest) -> None:
+    """Refuse tensors to write to that share memory with another one."""
+    given = {_PUBLIC.get(name, name): t for name, t in vars(r).items() if isinstance(t, Tensor)}
+    if is_eager(*given.values()):
+        expect_own_memory(given, ("out", "conv_state", "state", "records"))
 
 
 def _recurrence(r: DecodeStepRequest, y: Tensor) -> Request:

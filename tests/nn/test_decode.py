@@ -219,14 +219,18 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "out in the inputs": (
         {"mixed_qkv": BLOCK[:576].view(3, 192), "out": BLOCK[:192].view(3, 2, 32)},
         ValueError,
+        "^out: expected memory of its own",
+    ),
+    "out is the norm's gate": (
+        {"norm_gate": (gate := torch.zeros(3, 2, 32)), "out": gate},
+        ValueError,
         "^out: expected memory",
     ),
-    "out is the norm's gate": ({"norm_gate": (gate := torch.zeros(3, 2, 32)), "out": gate}, ValueError, "^out: exp"),
     "out's memory": ({"out": torch.zeros(1, 2, 32).expand(3, -1, -1)}, ValueError, "^out: expected memory of its own"),
     "the norm's gate in the state": (
         {"state": BLOCK.view(7, 2, 32, 32), "norm_gate": BLOCK[:192].view(3, 2, 32)},
         ValueError,
-        "^state: expected me",
+        "^state: expected memory of its own",
     ),
     "inputs of a commit in the conv state": (
         RECORDED | COMMIT | {"conv_state": BLOCK[:4032].view(7, 3, 192), "commit_inputs": BLOCK[:1152].view(3, 2, 192)},
@@ -261,6 +265,23 @@ class Stepping(toys.Toy):
         request.memo["planned"] = True
         self.steps += 1
         return torch.zeros_like(request.norm_gate)
+
+
+@pytest.mark.parametrize(
+    "name", ["shared memory", "out in the inputs", "out is the norm's gate", "the norm's gate in the state"]
+)
+def test_repeated_steps_of_a_backend_compare_memory(name: str):
+    changed, error, message = WRONG[name]
+    shared = step("one token") | changed
+    tensors = {n: t for n, t in shared.items() if isinstance(t, torch.Tensor)}
+    apart = shared | {n: t.new_empty_strided(t.shape, t.stride()).copy_(t) for n, t in tensors.items()}
+    with toys.installed(toy := Stepping("stepping", features=())):
+        for _ in range(3):
+            kda_decode_step(**apart)
+        assert toy.steps == 3
+        with pytest.raises(error, match=message):
+            kda_decode_step(**shared)
+    assert toy.steps == 3
 
 
 def test_checked_calls_look_at_the_slots_of_a_step():
