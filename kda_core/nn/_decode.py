@@ -164,16 +164,7 @@ def kda_decode_step(
         _check(request)
         o = _in_parts(request, backend)
     else:
-        # Later calls of a kind have the same layouts and options. Their tensors may lie elsewhere, and share memory.
-        places = memo.get(_PLACES, ())
-        place = tuple([t.data_ptr() for t in tensors.values() if t is not None])
-        if not memo:
-            _check(request)
-        elif place not in places:
-            _expect_own_memory(request)
-        o = own.result("kda_core_decode_step", request)
-        if memo and place not in places:
-            memo[_PLACES] = {place, *places} if len(places) < _MOST_PLACES else {place}
+        o = _in_one(request, own, memo, [t.data_ptr() for t in tensors.values() if t is not None])
     return out if out is not None else o.squeeze(1) if single else o
 
 
@@ -230,6 +221,22 @@ def _check(r: DecodeStepRequest) -> None:
             if t is not None:
                 expect_no_overlap(name, t)
         _expect_own_memory(r)
+
+
+def _in_one(r: DecodeStepRequest, backend: Backend, memo: dict[Any, Any], places: list[int]) -> Tensor:
+    """The step by a backend's own hook; ``places``: addresses of its tensors.
+
+    Later calls of a kind have the same layouts and options. Their tensors may lie elsewhere, and share memory.
+    """
+    place, seen = tuple(places), memo.get(_PLACES, ())
+    if not memo:
+        _check(r)
+    elif place not in seen:
+        _expect_own_memory(r)
+    o: Tensor = backend.result("kda_core_decode_step", r)
+    if memo and place not in seen:
+        memo[_PLACES] = {place, *seen} if len(seen) < _MOST_PLACES else {place}
+    return o
 
 
 def _expect_own_memory(r: DecodeStepRequest) -> None:
