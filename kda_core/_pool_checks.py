@@ -25,6 +25,9 @@ from kda_core._expect import (
 from kda_core._pool_slots import PoolSlots, slot_rows
 from kda_core.request import CommitRequest, Request
 
+CHECKPOINT_ROWS = 16
+"""Tokens between checkpoints are a multiple of so many, the smallest block that matrix units take."""
+
 MOST_NODES = 64
 """Tokens of a tree: a kernel keeps the ancestors of one in the bits of a number."""
 
@@ -229,8 +232,11 @@ def _check_checkpoints(r: Request) -> None:
     expect_tensor("checkpoint_indices", indices, INDEX_DTYPES, r.device)
     if indices.dim() != 2 or indices.shape[0] != r.N:
         fail("checkpoint_indices", f"shape [N, M] with N = {r.N}", shape_of(indices))
-    if every < 1 or every % r.chunk_size:
-        fail("checkpoint_every", f"a positive multiple of chunk_size = {r.chunk_size}", f"{every}")
+    least, beside = CHECKPOINT_ROWS, ""
+    if r.return_intermediate_states:
+        least, beside = r.chunk_size, ", which is chunk_size, beside intermediate states"
+    if every < 1 or every % least:
+        fail("checkpoint_every", f"a positive multiple of {least}{beside}", f"{every}")
     if r.checkpoint_pool is not None:
         _check_pool("checkpoint_pool", r.checkpoint_pool, r)
     elif r.written_states is None:

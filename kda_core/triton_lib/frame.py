@@ -51,7 +51,8 @@ def _checkpoints(r: Request) -> dict[str, Any]:
     return named_state_strides("c", pool, r.state_v_first) | {
         "checkpoints": table, "checkpoint_pool": pool, "s_row": s_row, "s_column": s_column,
         "columns": 0 if table is None else table.shape[1], "checkpoint_slots": 0 if pool is None else pool.shape[0],
-        "every": max(1, r.checkpoint_every // CHUNK),
+        "every": -(-r.checkpoint_every // CHUNK), "piece": r.checkpoint_every,
+        "PIECES": r.checkpoint_every % CHUNK > 0,
     }  # fmt: skip
 
 

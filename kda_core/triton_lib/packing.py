@@ -84,6 +84,38 @@ def rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C: tl.constexpr):
 
 
 @triton.jit
+def chunks_of_pieces(length, rows, C: tl.constexpr):
+    """Chunks of a sequence of ``length`` rows that begin anew every ``rows`` rows."""
+    return length // rows * ((rows + C - 1) // C) + (length % rows + C - 1) // C
+
+
+@triton.jit
+def first_piece_of(cu_seqlens, i_n, bos, T, rows):
+    """Where sequence ``i_n`` begins, with its pieces as packed sequences of one token axis: (row, piece), int64."""
+    if cu_seqlens is None:
+        begin = i_n * T
+        first = i_n * ((T + rows - 1) // rows)
+    else:
+        begin = bos
+        first = bos // rows + i_n
+    return begin, first
+
+
+@triton.jit
+def chunk_of_pieces(i, begin, first_piece, rows, C: tl.constexpr):
+    """Chunk i of such a sequence, int64: (its first row, rows from there to the end of its piece, its slot).
+
+    Pieces are packed sequences of one token axis. The sequence begins there at row ``begin`` of piece ``first_piece``.
+    """
+    i = tl.cast(i, tl.int64)  # a plain Python number in the interpreter
+    each = (rows + C - 1) // C
+    piece = i // each
+    row = i % each * C
+    slot = (begin + piece * rows) // C + first_piece + piece + i % each
+    return piece * rows + row, rows - row, slot
+
+
+@triton.jit
 def is_padding(i_state, pad_slot_id, slots):
     """Whether an index of a pool of so many slots names none of them."""
     return (i_state < 0) | (i_state >= slots) | (i_state == pad_slot_id)

@@ -25,7 +25,11 @@ import torch
 from kda_core.request import Edges, Request
 from kda_core.triton_lib.arguments import named_state_strides
 from kda_core.triton_lib.frame import names
+from kda_core.triton_lib.layout import CHUNK
 from kda_core.triton_lib.plan import Builder, View, changed
+
+ROWS = ("q", "k", "v", "g", "beta")
+"""Inputs [B, T, ..] of a call."""
 
 
 def segments_of(r: Request, rows: int) -> int:
@@ -80,6 +84,58 @@ def packed_segments(r: Request, rows: int, v_first: bool) -> Request:
     # int64: kernels count rows of a whole tensor in it.
     bounds = View("cu_seqlens of segments", (segments_of(r, rows) + 1,), (1,), torch.int64)
     return changed(r, cu_seqlens=bounds, initial_state=None, grad_final_state=None, state_v_first=v_first)
+
+
+def lies_evenly(x: View) -> bool:
+    """Whether the rows of ``x`` [B, T, ..] lie evenly over all of B · T."""
+    return x.shape[0] == 1 or x.strides[0] == x.strides[1] * x.shape[1]
+
+
+def in_one(x: View) -> View:
+    """``x`` [B, T, ..] as [1, B · T, ..], or the layout of such a copy."""
+    x = x if lies_evenly(x) else x.contiguous()
+    rows = x.shape[0] * x.shape[1]
+    return x._replace(shape=(1, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
+
+
+def one_token_axis(b: Builder, x: View) -> View:
+    """``x`` [B, T, ..], copied where its rows do not lie evenly over all of B · T."""
+    return x if lies_evenly(x) else b.dense(x)
+
+
+def piece_rows(r: Request) -> int:
+    """Rows from checkpoint to checkpoint where some lie within a chunk: chunks begin anew behind each. 0 otherwise."""
+    return r.checkpoint_every if r.checkpoint_every % CHUNK else 0
+
+
+def in_pieces(r: Request) -> Request:
+    """Metadata of what prepares a call: with ``piece_rows``, its pieces are packed sequences of one token axis.
+
+    The recurrence goes on from one piece to the next.
+    """
+    rows = piece_rows(r)
+    if not rows:
+        return r
+    cut = packed_segments(r, rows, r.state_v_first)
+    own = View("own of segments", (cut.N,), (1,), torch.int64)
+    # Their number is all that is asked of the states.
+    states = View("states of pieces", (cut.N, *r.state_shape[1:]), (0, 0, 0, 0), r.state_dtype)
+    axis = {n: in_one(getattr(r, n)) for n in ROWS}
+    return changed(
+        cut, **axis, ssm_state_indices=own, initial_state=states, pad_slot_id=-1, has_initial_state=None,
+        final_state_indices=None, final_state_pool=None, checkpoint_indices=None, checkpoint_every=0,
+        checkpoint_pool=None,
+    )  # fmt: skip
+
+
+def cut_into_pieces(b: Builder, r: Request) -> Request:
+    """``in_pieces``, with tables that the plan writes, and copies of rows that do not lie evenly."""
+    if not piece_rows(r):
+        return r
+    even = changed(r, **{n: one_token_axis(b, getattr(r, n)) for n in ROWS})
+    cut = in_pieces(even)
+    own = b.scratch("own of segments", (cut.N,), torch.int64)
+    return changed(cut, cu_seqlens=write_segments(b, r, piece_rows(r), own=own), ssm_state_indices=own)
 
 
 def segments_each(r: Request, rows: int) -> int:

@@ -15,11 +15,20 @@ to share a die's cache. Every offset is int64, from the program id up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import checkpoint_slot, chunks_before, is_padding, rows_of_sequence, starts_from_state
+from kda_core.triton_lib.packing import (
+    checkpoint_slot,
+    chunk_of_pieces,
+    chunks_before,
+    chunks_of_pieces,
+    first_piece_of,
+    is_padding,
+    rows_of_sequence,
+    starts_from_state,
+)
 
 _NUMBERS = [
     "T", "chunks", "HV", "programs", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final",
-    "final_slots", "s_row", "s_column", "columns", "checkpoint_slots", "every",
+    "final_slots", "s_row", "s_column", "columns", "checkpoint_slots", "every", "piece",
 ]  # fmt: skip
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
@@ -115,12 +124,13 @@ def recurrence(
     s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
     s_index, pad_slot_id, slots, s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column,
     columns, checkpoint_slots,
-    every,  # chunks from checkpoint to checkpoint
+    every, piece,  # chunks, and rows, from checkpoint to checkpoint
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     V_FIRST: tl.constexpr,
+    PIECES: tl.constexpr,  # chunks begin anew behind each checkpoint
     H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
     STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -151,6 +161,11 @@ def recurrence(
     S = load_state(p_state, o_v, m_read, s_ik, s_iv, K, KP, BV, BK)
 
     dtype = v.dtype.element_ty
+    count = (length + C - 1) // C
+    if PIECES:
+        count = chunks_of_pieces(length, piece, C)
+        begin, first_piece = first_piece_of(cu_seqlens, i_n, bos, T, piece)
+        first_slot *= 0  # each chunk has its own
     first_chunk = first_slot * HV + i_h
     keys += first_chunk * (3 * C * KP)
     P += first_chunk * (C * C)
@@ -169,11 +184,15 @@ def recurrence(
         else:
             h += i_v * BV
     # Masks and offsets are formed again in every chunk: kept across chunks they would fill the registers.
-    for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
+    for i in tl.range(0, count, num_stages=STAGES, disable_licm=True):
         i_chunk = tl.cast(i, tl.int64)  # plain Python numbers in the interpreter
-        p_keys = keys + i_chunk * HV * (3 * C * KP)
         first = i_chunk * C
-        m_row = (o_r < length - first)[None, :] & m_v[:, None]
+        left = length - first
+        if PIECES:
+            first, left, i_chunk = chunk_of_pieces(i, begin, first_piece, piece, C)
+            left = tl.minimum(left, length - first)
+        p_keys = keys + i_chunk * HV * (3 * C * KP)
+        m_row = (o_r < left)[None, :] & m_v[:, None]
         b_v = tl.load(v + first * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
         p_decay = D + i_chunk * HV * KP + o_k
         if h is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
@@ -209,9 +228,9 @@ def recurrence(
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
 
     if checkpoints is not None:
+        ends = length % (piece if PIECES else C) == 0
         i_kept = checkpoint_slot(
-            checkpoints, i_n, tl.where(length % C == 0, length // C, 0), every, columns, s_row, s_column, pad_slot_id,
-            checkpoint_slots,
+            checkpoints, i_n, tl.where(ends, count, 0), every, columns, s_row, s_column, pad_slot_id, checkpoint_slots
         )  # fmt: skip
         if i_kept >= 0:
             store_state(checkpoint_pool + i_kept * s_cn + i_h * s_ch, S, o_v, m_v, s_ck, s_cv, K, KP, BK)

@@ -72,6 +72,9 @@ def rows_per_chunk(request: Request) -> int:
     """
     training = request.save_for_backward or bool(request.saved)
     rows = request.chunk_size if training else min(request.chunk_size, _INFERENCE_CHUNK)
+    if request.checkpoint_every:
+        # Chunks end where a state is kept.
+        rows = min(rows, request.checkpoint_every & -request.checkpoint_every)
     longest = request.T if request.cu_seqlens is None else int(token_counts(request).amax()) if request.N else 0
     # In float64 some of MKL's products of fewer rows have other bits, and a sequence's must not depend on its batch.
     if training and (request.disable_recompute or request.compute_dtype == torch.float64):

@@ -12,12 +12,21 @@ int64 from the sequence up.
 import triton
 import triton.language as tl
 
-from kda_core.triton_lib.packing import checkpoint_slot, chunks_before, is_padding, rows_of_sequence, starts_from_state
+from kda_core.triton_lib.packing import (
+    checkpoint_slot,
+    chunk_of_pieces,
+    chunks_before,
+    chunks_of_pieces,
+    first_piece_of,
+    is_padding,
+    rows_of_sequence,
+    starts_from_state,
+)
 
 _NUMBERS = [
     "T", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
     "o_scale", "s_row",
-    "s_column", "columns", "checkpoint_slots", "every",
+    "s_column", "columns", "checkpoint_slots", "every", "piece",
 ]  # fmt: skip
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
@@ -41,11 +50,12 @@ def recurrence(
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
     slots, s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column, columns, checkpoint_slots,
-    every,  # chunks from checkpoint to checkpoint
+    every, piece,  # chunks, and rows, from checkpoint to checkpoint
     o_scale,  # what qg and P leave of the scale
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr,
     LAST_CONTIGUOUS: tl.constexpr,  # the states' last stride is 1
+    PIECES: tl.constexpr,  # chunks begin anew behind each checkpoint
     LAST_STATE: tl.constexpr,  # of final states only the last sequence's is wanted, and stored as the only one
     BV: tl.constexpr,
     H_EVERY: tl.constexpr,  # a state goes to h every so many chunks
@@ -96,8 +106,18 @@ def recurrence(
     minus_one = tl.where(o_r[:, None] == o_r[None, :], -LIFT, 0.0).to(dtype)
     if h is not None:
         i_state_out = chunks_before(cu_seqlens, i_n, length, C * H_EVERY)
-    for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
-        slot = (first_slot + i) * HV + i_h
+    count = tl.cdiv(length, C)
+    if PIECES:
+        count = chunks_of_pieces(length, piece, C)
+        begin, first_piece = first_piece_of(cu_seqlens, i_n, bos, T, piece)
+    for i in tl.range(0, count, num_stages=STAGES):
+        slot = first_slot + i
+        first = rows_of_chunk * i
+        left = length - i * C
+        if PIECES:
+            first, left, slot = chunk_of_pieces(i, begin, first_piece, piece, C)
+            left = tl.minimum(left, length - first)
+        slot = slot * HV + i_h
         if DESCRIPTORS:
             row = slot.to(tl.int32) * (3 * C)
             k_e = keys.load([row, 0])
@@ -111,8 +131,7 @@ def recurrence(
             k_a = tl.load(p_keys + 2 * C * KP)
             b_p = tl.load(P + slot * (C * C) + (o_r[:, None] * C + o_r[None, :]))
         b_d = tl.load(D + slot * KP + o_k)
-        first = rows_of_chunk * i
-        m_r = o_r < length - i * C
+        m_r = o_r < left
         m_o = m_r[:, None] & m_v[None, :]
         b_v = tl.load(p_v + first * s_vt + o_vr, mask=m_o, other=0.0)
         if h is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
@@ -145,9 +164,9 @@ def recurrence(
         tl.store(p_o + first * s_ot + o_or, tl.trans((b_o * o_scale).to(o.dtype.element_ty)), mask=m_o)
 
     if checkpoints is not None:
+        ends = length % (piece if PIECES else C) == 0
         i_kept = checkpoint_slot(
-            checkpoints, i_n, tl.where(length % C == 0, length // C, 0), every, columns, s_row, s_column, pad_slot_id,
-            checkpoint_slots,
+            checkpoints, i_n, tl.where(ends, count, 0), every, columns, s_row, s_column, pad_slot_id, checkpoint_slots
         )  # fmt: skip
         p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
         p_kept += o_v[:, None].to(tl.int64) * s_cv + o_k[None, :].to(tl.int64) * s_ck

@@ -209,21 +209,28 @@ TABLE = indices([7, 8], [9, 9], [10, 9], [-1, 11])
 
 
 @CHECKPOINTS
-@pytest.mark.parametrize("C", [64, 32])
-def test_checkpoints(kda, C: int):
-    """States after every 64 tokens; at the end of a sequence its final state, to the bit; dropped ones are nowhere."""
-    case = Case(name=f"checkpoints {C}", options={"chunk_size": C}, **CHECKPOINTED)
-    call = case.call().in_pool(indices(4, 0, 2, 5), 12)
-    results = kda.check(_kept(call, TABLE, 64))
-    first, last, third, fourth = results["checkpoints"]
-    assert same_bits(last, results["final_state"][0])
-    for n, tokens, found in ((0, 64, first), (2, 64, third), (3, 128, fourth)):
-        start = sum(CHECKPOINTED["lengths"][:n])
-        rows = {x: call.tensors[x][:, start : start + tokens].contiguous() for x in ("q", "k", "v", "g", "beta")}
+@pytest.mark.parametrize(("C", "every"), [(64, 64), (32, 64), (64, 80), (64, 48), (32, 16)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_checkpoints(kda, C: int, every: int, packed: bool):
+    """States after every so many tokens; at the end of a sequence its final state, to the bit; dropped ones nowhere."""
+    lengths, dense = (2 * every, 0, every + 1, 3 * every - 55 % every), {"B": 4, "T": 2 * every, "lengths": ()}
+    shape = {"T": sum(lengths), "lengths": lengths} if packed else dense
+    case = Case(name=f"checkpoints {C} {every} {packed}", options={"chunk_size": C}, **CHECKPOINTED | shape)
+    call = kda.near(case, lambda near: near.call().in_pool(indices(4, 0, 2, 5), 12)).call()
+    call = call.in_pool(indices(4, 0, 2, 5), 12)
+    call = _kept(call, TABLE if packed else indices([7, 8], [9, 6], [10, 1], [-1, 11]), every)
+    results = kda.check(call)
+    kept = dict(zip(call.checkpoint_slots(), results["checkpoints"], strict=True))
+    assert same_bits(kept[8], results["final_state"][0])
+    for n, tokens, slot in ((0, every, 7), (2, every, 10), (3, 2 * every, 11)):
         begun = call.tensors["initial_state"][[4, 0, 2, 5][n]][None]
+        start = sum(lengths[:n]) if packed else 0
+        rows = slice(0 if packed else n, 1 if packed else n + 1), slice(start, start + tokens)
+        rows = {x: call.tensors[x][rows].contiguous() for x in ("q", "k", "v", "g", "beta")}
         prefix = replace(call, tensors={**rows, "initial_state": begun}).having(output_final_state=True)
+        prefix = prefix.having(checkpoint_every=0)
         expected = kda.check(prefix)["final_state"][0]
-        kda.expect(prefix, "final_state", found[None], expected[None], f"the state after {tokens} tokens of {n}")
+        kda.expect(prefix, "final_state", kept[slot][None], expected[None], f"the state after {tokens} tokens of {n}")
 
 
 @CHECKPOINTS

@@ -16,7 +16,14 @@ from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts
-from kda_core.triton_lib.segments import packed_segments, write_bounds
+from kda_core.triton_lib.segments import (
+    cut_into_pieces,
+    in_one,
+    lies_evenly,
+    packed_segments,
+    piece_rows,
+    write_bounds,
+)
 from kda_core_amd.choose import Architecture
 from kda_core_amd.plans.frame import Frame
 from kda_core_amd.plans.segments import add_starts
@@ -77,7 +84,13 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
         _add_segments(Frame(b, cut, chip), rows, r, o, final_state)
     else:
         f = Frame(b, r, chip)
-        add_prepare(f, o)
+        if piece_rows(r):
+            o = o if lies_evenly(o) else b.scratch("o", o.shape, o.dtype)
+            cut = Frame(b, cut_into_pieces(b, f.r), chip)
+            add_prepare(cut, in_one(o))
+            f.names |= {n: cut.names[n] for n in ("keys", "P", "D")}
+        else:
+            add_prepare(f, o)
         add_recurrence(f, o, r.initial_state, final_state, h)
     return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state, "h": h})
 

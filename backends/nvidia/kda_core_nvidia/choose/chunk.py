@@ -12,7 +12,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, changed, contiguous_strides
-from kda_core.triton_lib.segments import packed_segments
+from kda_core.triton_lib.segments import in_one, packed_segments
 from kda_core_nvidia.choose.chip import Chip
 
 
@@ -448,18 +448,6 @@ def starts_shape(r: Request) -> tuple[int, ...]:
         count = most_segments(r)
         count = count if cutting_pays(r, count) else 0
     return (count, r.HV, r.V, r.K) if count else ()
-
-
-def lies_evenly(x: View) -> bool:
-    """Whether the rows of ``x`` [B, T, ..] lie evenly over all of B · T."""
-    return x.shape[0] == 1 or x.strides[0] == x.strides[1] * x.shape[1]
-
-
-def in_one(x: View) -> View:
-    """``x`` [B, T, ..] as [1, B · T, ..], or the layout of such a copy."""
-    x = x if lies_evenly(x) else x.contiguous()
-    rows = x.shape[0] * x.shape[1]
-    return x._replace(shape=(1, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
 
 
 def in_parts(x: View, count: int) -> View:

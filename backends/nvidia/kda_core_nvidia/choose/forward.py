@@ -9,6 +9,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
+from kda_core.triton_lib.segments import in_pieces, piece_rows
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chip import Chip
@@ -120,10 +121,11 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     fragments = bool(request.cp_context)
     rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments or rows else request
+    r = as_fragments(request, rows) if fragments or rows else in_pieces(request)
     transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
-    KP, count, heads = padded(K), slots(r), at_once(request, r) * r.HV
+    side_by_side = request.N if piece_rows(request) else at_once(request, r)
+    KP, count, heads = padded(K), slots(r), side_by_side * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     keeps = r.save_for_backward and keeps_states(request, chip)
     if keeps or ((fragments or rows) and isinstance(transitions, chunk.TransitionsHopperConfig)):

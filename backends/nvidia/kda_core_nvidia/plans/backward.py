@@ -26,7 +26,7 @@ from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import ends_of, sent_back
+from kda_core.triton_lib.segments import ends_of, in_one, sent_back
 from kda_core_nvidia.backward_finish import finish_kernel, sums_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
@@ -40,7 +40,7 @@ from kda_core_nvidia.choose.backward import (
     mildest,
     rows_readable,
 )
-from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_one, in_parts, several, split_scale
+from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
 from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent

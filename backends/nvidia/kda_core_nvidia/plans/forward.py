@@ -17,7 +17,7 @@ from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import segments_of
+from kda_core.triton_lib.segments import cut_into_pieces, in_one, lies_evenly, piece_rows, segments_of
 from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
@@ -244,7 +244,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     starts = b.result("starts", chunk.starts_shape(r), torch.float32) if keep and chunk.starts_shape(r) else None
     kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
     if choice.segment_rows and chunk.several(r):
-        if not chunk.lies_evenly(o):
+        if not lies_evenly(o):
             o = b.scratch("o", o.shape, o.dtype)
         prepared = _add_several(b, r, choice, o, final_state, keep, starts)
     elif choice.segment_rows:
@@ -254,9 +254,13 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         new = b.result if everything else b.scratch
         states = _states(r, o, final_state) if choice.finishes else None
         progress = None
+        if piece_rows(r) and not lies_evenly(o):
+            o = b.scratch("o", o.shape, o.dtype)
+        cut = cut_into_pieces(b, r)
         if choice.follows:
             progress = b.scratch("progress", (FLAGS.value + slots(r, 2 * CHUNK) * r.HV,), torch.int32, True)
-        prepared = add_prepare(b, r, *how, o, everything, keep, new=new, states=states, progress=progress)
+        own = o if cut is r else in_one(o)
+        prepared = add_prepare(b, cut, *how, own, everything, keep, new=new, states=states, progress=progress)
         if not (choice.finishes and r.cu_seqlens is None):
             add_recurrence(b, r, choice, prepared, o, final_state, h, kept=kept, progress=progress)
     results: dict[str, View | None] = {"o": finish_output(b, r, o), "final_state": final_state, "h": h}
@@ -297,7 +301,7 @@ def _add_several(
     shape = segments_of(r, rows), r.HV, r.V, r.K
     own = starts.cut(0, slice(0, shape[0])) if starts else b.scratch("states at starts", shape, torch.float32)
     cut, sequences = cut_several(b, r, rows, final_state, own)
-    o = chunk.in_one(o)
+    o = in_one(o)
     prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
     cut = changed(cut, v=aligned(b, cut.v))
     add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, cut.initial_state, sequences)

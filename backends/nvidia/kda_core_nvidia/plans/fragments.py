@@ -14,12 +14,12 @@ from kda_core.request import Request
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts
-from kda_core.triton_lib.segments import edge_arguments, ends_of, sent
+from kda_core.triton_lib.segments import edge_arguments, ends_of, one_token_axis, sent
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, in_parts
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
-from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
+from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import add_reverse_transitions, add_transitions, cut_into_segments
 from kda_core_nvidia.segments import chain_kernel
 

@@ -11,11 +11,12 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, changed, matrix_tile, token_tile
+from kda_core.triton_lib.segments import one_token_axis
 from kda_core_nvidia.choose.backward import GradientsHopperConfig, GradientsPersistentConfig
 from kda_core_nvidia.gradients_hopper import gradients_hopper
 from kda_core_nvidia.gradients_hopper_persistent import gradients_hopper_persistent
 from kda_core_nvidia.gradients_pairs import pairs_kernel
-from kda_core_nvidia.plans.prepare_hopper import aligned, one_token_axis
+from kda_core_nvidia.plans.prepare_hopper import aligned
 
 VALUES = 64
 """Value channels of a block of do, dv and z, and of a state of a slot."""

@@ -9,7 +9,8 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.layout import CHUNK
 from kda_core.triton_lib.plan import Builder, Copy, Tile, View, matrix_tile, token_tile
-from kda_core_nvidia.choose.chunk import PrepareHopperConfig, lies_evenly, row_aligned
+from kda_core.triton_lib.segments import one_token_axis
+from kda_core_nvidia.choose.chunk import PrepareHopperConfig, row_aligned
 from kda_core_nvidia.prepare_hopper import prepare_hopper
 
 CHANNELS = 64
@@ -23,11 +24,6 @@ def aligned(b: Builder, x: View) -> View:
     copy = b.scratch(f"{x.source}, aligned", x.shape, x.dtype)
     b.step(Copy(copy, x))
     return copy
-
-
-def one_token_axis(b: Builder, x: View) -> View:
-    """``x`` [B, T, ..], copied where its rows do not lie evenly over all of B · T."""
-    return x if lies_evenly(x) else b.dense(x)
 
 
 def _chunks(x: View, count: int, by_rows: bool = False) -> Tile:

@@ -12,12 +12,11 @@ from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View, changed, matrix_tile, token_tile
-from kda_core.triton_lib.segments import segments_each, write_bounds, write_segments
+from kda_core.triton_lib.segments import one_token_axis, segments_each, write_bounds, write_segments
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, most_of_several, split_scale
 from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
-from kda_core_nvidia.plans.prepare_hopper import one_token_axis
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import first_segments_kernel, join_kernel, reverse_transitions_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
