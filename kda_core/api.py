@@ -172,7 +172,7 @@ def chunk_kda(
         checkpoint_indices: [N, M] int32 or int64, beside ``ssm_state_indices`` and ``checkpoint_every``: slot [n, j]
             takes the state after (j + 1) * checkpoint_every tokens of sequence n, if it has so many; ``pad_slot_id``
             and negative indices drop it. A sequence may have more of them than columns. No slot is written twice.
-        checkpoint_every: tokens between checkpoints, a multiple of ``chunk_size``.
+        checkpoint_every: tokens between checkpoints, a multiple of 16; of ``chunk_size`` beside intermediate states.
         checkpoint_pool: [slots, HV, K, V], of any dtype that ``initial_state`` may have: the pool that checkpoints go
             to; None: the one that final states go to.
         intermediate_states_dtype: dtype of h, beside ``return_intermediate_states``; one that states may have. None:

@@ -223,7 +223,8 @@ def inference(case: Case) -> Request:
 
     With the tag "pool" its states lie in a pool that is advanced in place, with "drafts" in one where every token has a
     slot. With "records" too, its tokens are recorded instead, with "commits" behind a commit, with "trees" as trees.
-    With "served" it has what servers ask of a pool as well, with "checkpoints" those too.
+    With "served" it has what servers ask of a pool as well, with "checkpoints" those too, some of them within a chunk
+    with "pieces".
     """
     with fake_tensors():
         r = case.call().request()
@@ -246,7 +247,10 @@ def inference(case: Case) -> Request:
             changed |= {"final_state_indices": changed["ssm_state_indices"], "final_state_pool": r.initial_state}
             if "checkpoints" in case.tags:
                 table = torch.empty(r.N, 2, dtype=case.index_dtype)
-                changed |= {"checkpoint_indices": table, "checkpoint_every": r.chunk_size}
+                changed |= {
+                    "checkpoint_indices": table,
+                    "checkpoint_every": 48 if "pieces" in case.tags else r.chunk_size,
+                }
     if case.lengths:
         # Shapes of intermediate states follow from the values.
         bounds = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)

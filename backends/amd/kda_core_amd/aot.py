@@ -133,6 +133,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
             if gate == gates[0]:
                 tags = frozenset({"pool", "served", "checkpoints"})
                 yield case.having(name=f"{tool.TYPES[dtype]} K {K}, served", backward=False, tags=tags)
+                yield case.having(name=f"{tool.TYPES[dtype]} K {K}, pieces", backward=False, tags=tags | {"pieces"})
                 # The layout of states changes the same code for every gate.
                 yield case.having(name=f"{tool.TYPES[dtype]} K {K}, V first", backward=False, **_V_FIRST)
             if gate == "bounded" and dtype.itemsize == 2 and K == MOST_KEYS:

@@ -209,8 +209,9 @@ TABLE = indices([7, 8], [9, 9], [10, 9], [-1, 11])
 
 
 @CHECKPOINTS
-@pytest.mark.parametrize(("C", "every"), [(64, 64), (32, 64), (64, 80), (64, 48), (32, 16)])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("C", "every", "packed"), [(64, 64, True), (32, 64, False), (64, 80, True), (64, 48, False), (32, 16, True)]
+)
 def test_checkpoints(kda, C: int, every: int, packed: bool):
     """States after every so many tokens; at the end of a sequence its final state, to the bit; dropped ones nowhere."""
     lengths, dense = (2 * every, 0, every + 1, 3 * every - 55 % every), {"B": 4, "T": 2 * every, "lengths": ()}
@@ -248,17 +249,18 @@ def test_checkpoints_change_nothing_else(kda):
 
 
 @CHECKPOINTS
-def test_a_checkpoint_is_gone_on_from_with_the_same_bits(kda):
-    """From an offset that is a multiple of the chunk; both calls have checkpoints, and so the same kernels."""
+@pytest.mark.parametrize("every", [128, 80])
+def test_a_checkpoint_is_gone_on_from_with_the_same_bits(kda, every: int):
+    """Chunks begin anew behind a checkpoint; both calls have checkpoints, and so the same kernels."""
     dtype = FP64 if kda.name == "reference" else FP32  # in which the state is advanced
-    case = Case(name="checkpoint and on", T=200, lengths=(200,), dtype=dtype, gate_dtype=dtype, state=dtype)
+    case = Case(name=f"checkpoint and on {every}", T=200, lengths=(200,), dtype=dtype, gate_dtype=dtype, state=dtype)
     case = case.having(final_state=False)
     call = kda.near(case, lambda near: near.call().in_pool(indices(0), 3)).call().in_pool(indices(0), 3)
     nowhere = torch.full((1, 1), -1, dtype=torch.int32)
-    whole = kda.run(_kept(call, indices([1]), 128))
-    rest = {n: call.tensors[n][:, 128:].contiguous() for n in ("q", "k", "v", "g", "beta")}
-    bounds = {"cu_seqlens": indices(0, 72), "initial_state": whole["pool"]}
+    whole = kda.run(_kept(call, indices([1]), every))
+    rest = {n: call.tensors[n][:, every:].contiguous() for n in ("q", "k", "v", "g", "beta")}
+    bounds = {"cu_seqlens": indices(0, 200 - every), "initial_state": whole["pool"]}
     second = replace(call, tensors=call.tensors | rest | bounds).having(ssm_state_indices=indices(1))
-    found = kda.run(_kept(second, nowhere, 128))
-    assert same_bits(found["o"], whole["o"][:, 128:])
+    found = kda.run(_kept(second, nowhere, every))
+    assert same_bits(found["o"], whole["o"][:, every:])
     assert same_bits(found["pool"][1], whole["pool"][0])
