@@ -32,7 +32,8 @@ def names(r: Request) -> dict[str, Any]:
         "q": r.q, "k": r.k, "v": r.v, "g": r.g, "beta": r.beta, "A_log": r.A_log, "dt_bias": r.dt_bias,
         "initial_state": r.initial_state, "cu_seqlens": r.cu_seqlens, "indices": indices,
         "s_index": 0 if indices is None else indices.stride(0), "pad_slot_id": r.pad_slot_id,
-        "slots": 0 if indices is None else r.initial_state.shape[0], "final_indices": final,
+        # Pieces of sequences have numbers of their own, and no states.
+        "slots": 0 if indices is None else r.initial_state.shape[0] if r.initial_state else r.N, "final_indices": final,
         "s_final": 0 if final is None else final.stride(0), "final_slots": 0 if final is None else written.shape[0],
         "has_state": r.has_initial_state, **_checkpoints(r),
         "s_has": 0 if r.has_initial_state is None else r.has_initial_state.stride(0), "scale": float(r.scale),

@@ -118,13 +118,10 @@ def in_pieces(r: Request) -> Request:
         return r
     cut = packed_segments(r, rows, r.state_v_first)
     own = View("own of segments", (cut.N,), (1,), torch.int64)
-    # Their number is all that is asked of the states.
-    states = View("states of pieces", (cut.N, *r.state_shape[1:]), (0, 0, 0, 0), r.state_dtype)
     axis = {n: in_one(getattr(r, n)) for n in ROWS}
     return changed(
-        cut, **axis, ssm_state_indices=own, initial_state=states, pad_slot_id=-1, has_initial_state=None,
-        final_state_indices=None, final_state_pool=None, checkpoint_indices=None, checkpoint_every=0,
-        checkpoint_pool=None,
+        cut, **axis, ssm_state_indices=own, pad_slot_id=-1, has_initial_state=None, final_state_indices=None,
+        final_state_pool=None, checkpoint_indices=None, checkpoint_every=0, checkpoint_pool=None,
     )  # fmt: skip
 
 
