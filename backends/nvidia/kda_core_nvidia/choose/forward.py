@@ -123,7 +123,8 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
     r = as_fragments(request, rows) if fragments or rows else in_pieces(request)
     transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
-    K, V, dtype, h = r.K, r.V, r.q.dtype, r.return_intermediate_states or r.checkpoint_indices is not None
+    K, V, dtype = r.K, r.V, r.q.dtype
+    h = request.return_intermediate_states or request.checkpoint_indices is not None
     side_by_side = request.N if piece_rows(request) else at_once(request, r)
     KP, count, heads = padded(K), slots(r), side_by_side * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
