@@ -62,10 +62,10 @@ def test_draft_packed(kda):
 
 
 @SPEC
-@pytest.mark.parametrize("accepted", [0, 4], ids=["below", "above"])
+@pytest.mark.parametrize("accepted", [0, 4, 2**40], ids=["below", "above", "past 32 bits"])
 def test_draft_accepted_out_of_range(kda, accepted: int):
     """FAILURES 11: a count outside [1, 1 + S]: ValueError on the CPU, clamped elsewhere; other slots stay."""
-    counts = torch.tensor([1, accepted, 2], dtype=torch.int32)
+    counts = torch.tensor([1, accepted, 2], dtype=torch.int64 if accepted > 4 else torch.int32)
     call = draft(kda).in_pool(SLOTS, 10, counts.clamp(1, 3))
     kda.check(call)
     tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"num_accepted_tokens": counts.to(kda.device)}
