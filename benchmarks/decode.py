@@ -9,7 +9,8 @@ the graphs are replayed by turns. On a CPU the peer is the torch fallback of tra
 and beta, so ours gets decays and beta too, and each runs ten steps in a row.
 
 The bytes of a step are each state read once and written once, and the rows of q, k, v, g, beta and o. Prefill
-compares ``fused_recurrent_kda`` with ``chunk_kda`` on the same pool, float32 and K first.
+compares ``fused_recurrent_kda`` with ``chunk_kda`` on the same pool, float32 and K first. ``--layer`` times
+``kda_decode_step`` beside the recurrence alone and fla's kernels of a layer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 
 import kda_core
 from kda_core._bench import reason, take_turns
+from kda_core.nn import kda_decode_step
 
 CHUNK = "chunk_kda"
 COLD = 256 * 2**20
@@ -55,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--channels", type=count, default=128, help="K = V")
     parser.add_argument("--prompts", type=int, nargs="*", metavar="T", help="tokens of a prompt; default: 2, 4, ... 64")
     parser.add_argument("--drafts", type=count, nargs="*", metavar="T", help="only drafts of T tokens, and trees")
+    parser.add_argument("--layer", action="store_true", help="only a layer's steps between its projections")
     parser.add_argument("--cold", type=count, default=COLD, metavar="BYTES", help="least size of a pool")
     parser.add_argument("--seconds", type=positive, default=0.5, help="for each row, on a CPU; default: 0.5")
     options = parser.parse(arguments)
@@ -66,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     prompts = ((2, 4, 8, 16, 32, 64) if gpu else (2, 8, 32)) if options.prompts is None else options.prompts
     axes = (options.drafts or [1], options.states, options.layouts, sizes)
     kinds = [(N, T, state, layout) for T, state, layout, N in itertools.product(*axes)]
-    if not options.drafts:
+    if not (options.drafts or options.layer):
         kinds += [(N, T, "float32", "K first") for N in sizes if N in (1, 8, 64) for T in prompts]
     for kind in kinds:
         row = measure(*kind, list(functions), options)
@@ -91,7 +94,7 @@ class Work:
     def __init__(self, N: int, T: int, state: str, layout: str, options: Namespace) -> None:
         self.N, self.v_first, self.backend, device = N, layout == "V first", options.backend, options.device
         H, K, dtype = options.heads, options.channels, torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.drafts = bool(options.drafts)
+        self.drafts, self.layer = bool(options.drafts), options.layer
         slots = max(N * (T if self.drafts else 1), options.cold // (H * K**2 * DTYPES[state].itemsize))
         self.pool = make_pool(slots, H, K, DTYPES[state], device)
         torch.manual_seed(0)
@@ -123,17 +126,17 @@ class Work:
         given |= {"state_v_first": self.v_first, "out": self.out, "initial_state": self.pool}
         ours = given | {"backend": self.backend}
         if self.drafts:
-            yield from self.draft_steps(ours, T)
+            yield from self.draft_steps(ours, T, self.theirs(given) if "fla" in peers else None)
+            return
+        if self.layer:
+            yield from self.layer_steps(ours, self.theirs(given) if "fla" in peers else None)
             return
         yield OURS, lambda slots: kda_core.fused_recurrent_kda(**ours, ssm_state_indices=slots)
         if T > 1:
             yield CHUNK, lambda slots: kda_core.chunk_kda(**ours, ssm_state_indices=slots)
             return
         if "fla" in peers:
-            from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
-
-            scale = self.pool.shape[-1] ** -0.5
-            theirs = partial(fused_recurrent_kda_fwd, **given, scale=scale, inplace_final_state=True)
+            theirs = self.theirs(given)
             yield "fla", lambda slots: theirs(ssm_state_indices=slots)
         if "transformers" in peers and not self.v_first and self.pool.dtype == torch.float32:
             function = imported(KIMI_LINEAR, "recurrent_kimi_delta_attention")
@@ -147,12 +150,53 @@ class Work:
 
             yield "transformers", fallback
 
-    def draft_steps(self, given: dict[str, Any], T: int) -> Iterator[tuple[str, Step]]:
+    def theirs(self, given: dict[str, Any]) -> Callable[..., Any]:
+        """fla's kernel with the inputs, in the pool."""
+        from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+        return partial(fused_recurrent_kda_fwd, **given, scale=self.pool.shape[-1] ** -0.5, inplace_final_state=True)
+
+    def layer_steps(self, given: dict[str, Any], theirs: Callable[..., Any] | None) -> Iterator[tuple[str, Step]]:
+        """Convolution of 4 taps, recurrence and gated norm in one call; the recurrence alone; fla's kernels."""
+        N, slots, (H, K) = self.N, len(self.pool), self.pool.shape[1:3]
+        like = self.tensors["q"]
+        mixed, gate = like.new_empty(N, 3 * H * K).normal_(), like.new_empty(N, H, K).normal_()
+        taps, weight = like.new_empty(3 * H * K, 4).normal_(), torch.ones(K, device=like.device)
+        inputs = like.new_zeros(slots, 3, 3 * H * K)
+        options = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), False) | self.options
+        step = partial(
+            kda_decode_step, mixed, self.tensors["g"][:, 0], self.tensors["beta"][:, 0], inputs, taps, self.pool,
+            norm_gate=gate, norm_weight=weight, out=self.out[:, 0], backend=self.backend, state_v_first=self.v_first,
+            **options,
+        )  # fmt: skip
+        yield OURS, lambda slots: step(state_indices=slots)
+        yield "recurrence alone", lambda slots: kda_core.fused_recurrent_kda(**given, ssm_state_indices=slots)
+        if theirs is not None:
+            from fla.modules.causal_conv1d.ops import causal_conv1d_update
+            from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+            # Without slots, so each step has its own rows.
+            caches = itertools.cycle(like.new_zeros(slots, 3 * H * K, 4).split(N)[: slots // N])
+
+            def parts(slots: Tensor) -> object:
+                y = causal_conv1d_update(mixed, next(caches), weight=taps, activation="silu")
+                q, k, v = (x.view(N, 1, H, K) for x in y.split(H * K, -1))
+                o = theirs(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), ssm_state_indices=slots)[0]
+                return rms_norm_gated(o[:, 0], gate, weight, None, "sigmoid")
+
+            yield "fla", parts
+
+    def draft_steps(
+        self, given: dict[str, Any], T: int, theirs: Callable[..., Any] | None
+    ) -> Iterator[tuple[str, Step]]:
         """Drafts of T tokens: a slot for every token, records, records behind a commit of some tokens, and a tree."""
         call, device, N = kda_core.fused_recurrent_kda, self.pool.device, self.N
         records, earlier = (kda_core.empty_records(N, T, *self.pool.shape[1:], device=device) for _ in range(2))
         earlier.normal_().mul_(1e-3)
         yield OURS, lambda slots: call(**given, ssm_state_indices=slots)
+        if theirs is not None:
+            first = torch.ones(N, dtype=torch.int32, device=device)
+            yield "fla", lambda slots: theirs(ssm_state_indices=slots, num_accepted_tokens=first)
         yield "records", lambda slots: call(**given, ssm_state_indices=slots[:, 0], records=records)
         for tokens in sorted({0, 1, T - 1, T}):
             counts = torch.full((N,), tokens, device=device)

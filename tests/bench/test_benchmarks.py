@@ -175,6 +175,12 @@ def test_drafts(tmp_path):
     assert all(list(row["implementations"]) == names for row in rows)
 
 
+def test_a_layers_steps(tmp_path):
+    arguments = ("--layer", "--sizes", "2", "--heads", "2", "--channels", "8", "--layouts", "V first", "--cold", "1")
+    rows = rows_of(decode, tmp_path, *arguments, "--seconds", "0.01", "--peers", "none")
+    assert [list(row["implementations"]) for row in rows] == [["kda_core", "recurrence alone"]] * 2
+
+
 def test_accuracy(tmp_path):
     (row,) = rows_of(accuracy, tmp_path, "--by-length", "--only", "16 tokens, mild decay, float32", "--draws", "2")
     assert row["by_length"]
