@@ -74,8 +74,9 @@ _MORE = tuple(tuple(f"saved[{i}]" for i in range(n)) for n in range(20))
 """Names of tensors that are handed on from an earlier part of a call, by their number."""
 _SAVED = tuple((*_BACKWARD, *more) for more in _MORE)
 """Names of a backward's inputs, by the number of tensors that are handed on."""
-_HALF = tuple((*_CHUNK, *more, *EDGE_NAMES) for more in _MORE)
-_HALF_OF_BACKWARD = tuple((*more, *EDGE_NAMES) for more in _SAVED)
+_FRAGMENTS, _fragments_inputs = _named("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "grad_o")
+_HALF = tuple((*_FRAGMENTS, *EDGE_NAMES, *more) for more in _MORE)
+"""Names of the inputs of a call in halves, which has neither states of its own nor a pool."""
 
 
 def h_shape(request: Request) -> tuple[int, ...]:
@@ -89,12 +90,8 @@ def _kind(request: Request, name: Hashable) -> Hashable:
 
 
 def _gradient_kind(x: Tensor | None) -> Any:
-    """The part of a plan's key that stands for a given gradient: its shape follows from the call's."""
+    """The part of a plan's key that stands for a given gradient, or states: their shape is known."""
     return None if x is None else (x.is_contiguous() or x.stride(), x.dtype)
-
-
-def _layout(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
 def _begun(made: dict[str, Any]) -> Begun:
@@ -238,13 +235,11 @@ class Calls:
         edges, tensors = request.cp_context, _NO_EDGES
         if edges is not True:
             tensors = _edges_of(edges)
-            lengths = edges.sequences, None if edges.sends is None else edges.sends.shape[0]
-            # The other tables have a place for each fragment.
-            key = *key, *lengths, edges.sources is None, edges.results is None, _layout(edges.given)
-            key = *key, _layout(edges.matrices), _layout(more[-1]) if more else None
-        names, own = (_HALF_OF_BACKWARD, _backward_inputs) if request.needs_grad else (_HALF, _chunk_inputs)
-        inputs = (*own(request), *more, *tensors)
-        return self.run(request, _kind(request, key), names[len(more)], inputs, more, (half,))
+            # All but the given states are contiguous, the states that come for the second half, too.
+            shapes = [x is None or x.shape for x in (*tensors, *more[-1:])]
+            key = *key, edges.sequences, _gradient_kind(edges.given), *shapes
+        inputs = (*_fragments_inputs(request), *tensors, *more)
+        return self.run(request, _kind(request, key), _HALF[len(more)], inputs, more, (half,))
 
     def recurrent_forward(self, request: Request) -> ForwardResult:
         made = self.run(request, _kind(request, "forward"), _RECURRENT, _recurrent_inputs(request))

@@ -365,8 +365,11 @@ class Builder:
             self._epochs.append([])
 
     def release(self, *inputs: View) -> None:
-        """End an epoch, and with it the memory of inputs that the first half of a call made for this one."""
-        if inputs:
+        """End an epoch, and with it the memory of inputs that the first half of a call made for this one.
+
+        Little memory waits for the end of the call, as scratch does: to the host the call is worth more.
+        """
+        if sum(x.nbytes for x in inputs) > self._small:
             self._epochs[-1] += [Release(x) for x in inputs]
             self._epochs.append([])
 

@@ -96,14 +96,19 @@ def test_what_a_backward_holds_ends_as_early_as_it_can():
 
 
 def test_the_second_half_of_a_backward_gives_back_what_the_first_made():
-    """The keys are as large as the gradients of q, k and g, which are allocated next."""
-    r = replace(backward(B=1, T=2**17), cp_context=True)
-    r = replace(r, saved=(*r.saved, torch.empty(1, 2, 64, 64, device="meta")))
-    begin = plan_of(r, CHIPS[90], half="begin_backward")
-    made = [begin.whole(x) for x in list(begin.results.values())[2:] if x]
-    more = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in made]
-    states = torch.empty(1, 2, 64, 64, device="meta")
-    plan = plan_of(replace(r, saved=(*r.saved, *more, states)), CHIPS[90], half="finish_backward")
+    """The keys are as large as the gradients of q, k and g, which are allocated next; small ones wait."""
+
+    def halves(T: int) -> list[Plan]:
+        r = replace(backward(B=1, T=T), cp_context=True)
+        r = replace(r, saved=(*r.saved, torch.empty(1, 2, 64, 64, device="meta")))
+        begin = plan_of(r, CHIPS[90], half="begin_backward")
+        made = [begin.whole(x) for x in list(begin.results.values())[2:] if x]
+        more = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in made]
+        states = torch.empty(1, 2, 64, 64, device="meta")
+        return [begin, plan_of(replace(r, saved=(*r.saved, *more, states)), CHIPS[90], half="finish_backward")]
+
+    assert not [x for x in halves(64)[1].steps if isinstance(x, Release)]
+    begin, plan = halves(2**17)
     steps = plan.epochs[plan.buffers["dg"].epochs[0] - 1]
     given = [x.target for x in steps if isinstance(x, Release)]
     assert [x.shape for x in given] == [begin.whole(n).shape for n in ("keys", "X")]
