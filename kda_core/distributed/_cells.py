@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kda_core.distributed._layout import Layout, Range, edges, short, table
+from kda_core._expect import fail
+from kda_core.distributed._layout import Layout, Range, short, tables
 
 GRID = 4096
 """Rows of a cell: summaries of 32 heads of 128 channels are then 1 KiB a row."""
@@ -27,8 +28,7 @@ class Cells:
 
     Attributes:
         own: numbers of this rank's cells.
-        fragments: [P, 5, F + 1], for each of them what ``ContextParallel.fragments`` has of a rank; F is the same for
-            all cells.
+        fragments: [P, 5, F + 1], for each of them as ``ContextParallel.fragments`` for a rank.
         slots: [2, most cells of a rank x slots of a cell], as the first rows of ``ContextParallel.slots``.
         chain: [2, cells]: the place of a cell among those of all ranks, and whether a sequence goes through the cell.
     """
@@ -42,49 +42,49 @@ class Cells:
 
     def fill(self, bounds: Sequence[int], device: torch.device) -> None:
         """Set the tables for boundaries."""
-        N, n = len(bounds) - 1, self.dense or 1
-        count, places = sum(map(len, self.numbers)), max(map(len, self.numbers))
-        starts = [(c * self.grid, min((c + 1) * self.grid, self.rows)) for c in range(count)]
-        batch = range(self.batch if self.rows else 1)
-        ranges = [(a + self.rows * b, e + self.rows * b) for a, e in starts for b in batch]
+        N, n, places = len(bounds) - 1, self.dense or 1, max(map(len, self.numbers))
+        starts = range(0, max(self.rows, 1), self.grid)
+        shifts = [self.rows * b for b in range(self.batch if self.rows else 1)]
+        ranges = [(a + s, min(a + self.grid, self.rows) + s) for a in starts for s in shifts]
         slots = Layout(bounds, [ranges], 0).of_slot
-        each = [slots[c * n : (c + 1) * n] for c in range(count)]
+        each = [slots[i : i + n] for i in range(0, len(slots), n)]
         largest = max(sum(map(len, of)) for of in each)
         if self.most is None:
             self.most = self.dense or 1 << max(largest - 1, 0).bit_length()
         F = self.most
         if largest > F:
-            raise ValueError(f"fragments: expected at least {largest} for a cell of {self.grid} rows, got {F}")
+            fail("fragments", f"at least {largest} for a cell of {self.grid} rows", f"{F}")
         came = [(i, i) for i in range(n)]
-        cut = [x for c in self.own for x in table(each[c], F, N, came, n)]
-        columns = [column[:2] for c in self.own for column in edges(each[c], F)]
+        made = [tables(each[c], F, N, came, n) for c in self.own]
+        cut = [x for by_fragment, _ in made for x in by_fragment]
+        columns = [column[:2] for _, edges in made for column in edges]
         columns += [(0, 0)] * (places * n - len(columns))
+        sends = [x for row in zip(*columns, strict=True) for x in row]
         place = {c: r * places + i for r, own in enumerate(self.numbers) for i, c in enumerate(own)}
         through = [int(all(len(s) == 1 and not (s[0].begins or s[0].ends) for s in of)) for of in each]
-        sends = [x for row in zip(*columns, strict=True) for x in row]
-        chain = [*(place[c] for c in range(count)), *through]
+        chain = [*(place[c] for c in range(len(each))), *through]
         self._values, host, parts = moved((cut, sends, chain), self._values, device)
         shape = len(self.own), 5, F + 1
         self.cu_seqlens_cpu = host[: len(cut)].view(shape)[:, 0]
-        self.fragments, self.slots, self.chain = parts[0].view(shape), parts[1].view(2, -1), parts[2].view(2, count)
+        self.fragments, self.slots, self.chain = parts[0].view(shape), parts[1].view(2, -1), parts[2].view(2, -1)
 
 
 @torch.inference_mode(False)  # a context that is made in inference mode may serve training, too
 def moved(
-    tables: Sequence[list[int]], into: Tensor | None, device: torch.device
+    lists: Sequence[list[int]], into: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Tables by one transfer on the device, in memory that a refreshed context keeps for graphs which read it.
 
     Returns:
         that memory, its values on the host, and each table on the device.
     """
-    host = torch.tensor([x for values in tables for x in values], device="cpu")
+    host = torch.tensor([x for values in lists for x in values], device="cpu")
     if device.type == "cuda":
         host = host.pin_memory()
     if into is None:
         into = torch.empty_like(host, device=device)
     into.copy_(host, non_blocking=True)
-    return into, host, into.split([*map(len, tables)])
+    return into, host, into.split([*map(len, lists)])
 
 
 def on_grid(ranges: Sequence[Sequence[Range]], rows: int, grid: int) -> list[list[int]]:
@@ -96,10 +96,8 @@ def on_grid(ranges: Sequence[Sequence[Range]], rows: int, grid: int) -> list[lis
     for r, own in enumerate(ranges):
         off = [(a, b) for a, b in own if a % grid or (b % grid and b != rows)]
         if off:
-            raise ValueError(
-                f"layout: expected ranges of whole cells of grid={grid} rows with deterministic_degree (multiples of "
-                f"{grid}, or the last row {rows}), got {short(off)} on rank {r}"
-            )
+            cells = f"grid={grid} rows with deterministic_degree (multiples of {grid}, or the last row {rows})"
+            fail("layout", f"ranges of whole cells of {cells}", f"{short(off)} on rank {r}")
     found = [[cell for a, b in own for cell in range(a // grid, -(-b // grid))] for own in ranges]
     if not rows:  # one cell without rows: the first rank has the sequences
         found[0] = [0]

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kda_core._checks import python_value
-from kda_core._expect import expect_flag
+from kda_core._expect import expect_flag, fail
 from kda_core._torch_private import cat
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
-from kda_core.distributed._layout import LAYOUTS, Fragment, Layout, Range, edges, joined, split, table
+from kda_core.distributed._layout import LAYOUTS, Fragment, Layout, Range, joined, split, tables
 from kda_core.distributed._shared import Shared
 
 
@@ -29,11 +29,10 @@ class ContextParallel:
         sequences: N, of all ranks.
         batch, rows: B and T of the tensors that this rank passes.
         ranges: this rank's ranges of global rows, of each of the B; None in a context of fla's.
-        layout: its ``ranges`` are those of all ranks, of all B side by side; None in a context of fla's.
+        layout: that of all ranks, with all B side by side; None in a context of fla's.
         cu_seqlens: [F + 1] int64 on the device: boundaries of this rank's fragments within its rows; the last ones may
             be empty. ``cu_seqlens_cpu``: a copy on the CPU.
-        conv1d_kernel_size: as given, or None.
-        gather: whether every rank gets every final state.
+        conv1d_kernel_size, gather: as given.
         dense: F where all fragments have the same number of rows for good, or 0.
         fragments: [5, F + 1] int64 on the device: ``cu_seqlens``; the sequence that a fragment begins; the one that it
             ends, or N; the slot that it receives from, or where chains may be longer than one its own, forward and
@@ -46,6 +45,8 @@ class ContextParallel:
             all ranks the places of the rows ahead among the tails of all.
         cells: the tables of calls with ``deterministic_degree``, or None.
         shared: all this as operators take it.
+        kinds: all that checks and choices ask of a context, without states and with them; memos keep it. None: they ask
+            for more.
     """
 
     def __init__(self, group: Any, batch: int, rows: int, sequences: int, gather: bool) -> None:
@@ -82,10 +83,10 @@ class ContextParallel:
         """
         F, none = most, self.size * len(slots)
         received = [[[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)] for chain in chains]
-        columns = [[*edge, *own[0], *own[1]] for edge, own in zip(edges(slots, F), received, strict=True)]
         # A chain of one slot is not joined: that slot's additions are the state.
         sources = [[slot if len(own) > 1 else (*own, none)[0] for own in both] for slot, both in enumerate(received)]
-        by_fragment = table(slots, F, self.sequences, sources, none)
+        by_fragment, edges = tables(slots, F, self.sequences, sources, none)
+        columns = [[*edge, *own[0], *own[1]] for edge, own in zip(edges, received, strict=True)]
         by_slot = [x for row in zip(*columns, strict=True) for x in row]
         self._values, host, parts = moved((by_fragment, by_slot, *tails), self._values, device)
         self.cu_seqlens_cpu = host[: F + 1]
@@ -93,20 +94,19 @@ class ContextParallel:
         self.tails, self.sources = parts[2].view(len(slots), -1), parts[3].view(none, -1)
         # Chains of other boundaries may be shorter.
         padded = not self.dense or any(none in column[4:] for column in columns)
-        g = self.cells
-        own: Any = self.fragments, self.slots, None, longest[0], self.dense, 0, ()
-        if g is not None:
-            own = g.fragments, g.slots, g.chain, 0, g.dense, g.grid, g.own
-        fragments, places, chain, before, dense, grid, cells = own
         shared = Shared(
-            fragments, places, chain, self.group_name, before, self.sequences, dense, self.gather, padded, grid, cells
-        )
-        known = shared.tables() if g is None else [shared.of_cell(i).known_tables for i in range(len(g.own))]
-        self.shared = shared._replace(known_tables=known)
-        # All that the checks and the choice of a call ask of a context, without states and with them. Memos keep it.
+            self.fragments, self.slots, None, self.group_name, longest[0], self.sequences, self.dense, self.gather,
+            padded, 0, (),
+        )  # fmt: skip
+        g = self.cells
+        if g is not None:
+            shared = shared._replace(
+                fragments=g.fragments, slots=g.slots, chain=g.chain, before=0, dense=g.dense, grid=g.grid, cells=g.own
+            )
+        self.shared = shared.with_tables()
         shapes = tuple(self.fragments.shape), tuple(self.slots.shape), self.dense, str(self.device)
         asked = self.size, self.batch, self.rows, self.states, shapes
-        self.kinds = None if self.cells else (str(asked), str((asked, self.sequences)))
+        self.kinds = None if g else (str(asked), str((asked, self.sequences)))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -139,11 +139,8 @@ class ContextParallel:
             raise ValueError("refresh: expected a context that was made with cu_seqlens")
         bounds = _bounds(cu_seqlens)
         if len(bounds) != self.sequences + 1:
-            raise ValueError(f"cu_seqlens: expected {self.sequences} sequences as before, got {len(bounds) - 1}")
-        layout = Layout(bounds, self.layout.ranges, self.rank)
-        if self.cells is not None:
-            self.cells.fill(bounds, self.device)
-        _fill(self, layout, self.fragments.shape[1] - 1, self.device)
+            fail("cu_seqlens", f"{self.sequences} sequences as before", f"{len(bounds) - 1}")
+        _fill(self, Layout(bounds, self.layout.ranges, self.rank), self.fragments.shape[1] - 1, self.device)
 
     def verify(self) -> None:
         """Check that all ranks have made the same context; a collective call, for debugging.
@@ -157,11 +154,8 @@ class ContextParallel:
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, own, group=self.group)
         for name, (r, theirs) in itertools.product(own, enumerate(every)):
-            first, other = every[0][name], theirs[name]
-            if other != first:
-                raise ValueError(
-                    f"{name}: expected the same on all ranks, got {first} on rank 0 and {other} on rank {r}"
-                )
+            if theirs[name] != every[0][name]:
+                fail(name, "the same on all ranks", f"{every[0][name]} on rank 0 and {theirs[name]} on rank {r}")
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, {self.sequences} sequences, {self.rows} rows here)"
@@ -227,14 +221,14 @@ def build_cp_context(
     expect_flag("gather", gather)
     expect_flag("deterministic_degree", deterministic_degree)
     if grid is not None and not deterministic_degree:
-        raise ValueError(f"grid: expected None without deterministic_degree=True, got {grid}")
+        fail("grid", "None without deterministic_degree=True", f"{grid}")
     if cu_seqlens is None:
         if tokens is None:
-            raise ValueError("tokens: expected a number of rows where there is no cu_seqlens, got None")
+            fail("tokens", "a number of rows where there is no cu_seqlens", "None")
         bounds = [tokens * b for b in range(batch + 1)]
     else:
         if batch != 1:
-            raise ValueError(f"batch: expected 1 with cu_seqlens (sequences are packed), got {batch}")
+            fail("batch", "1 with cu_seqlens (sequences are packed)", f"{batch}")
         bounds = _bounds(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     total = bounds[-1] // batch if tokens is None else tokens
     ranges = [joined(own) for own in _ranges(layout, total, ranks)]
@@ -254,16 +248,15 @@ def build_cp_context(
         c.dense = count
     elif fragments is None:
         fragments = 1 << max(count - 1, 0).bit_length()
-    tables_device = _device(device, cu_seqlens, process_group)
-    if c.cells is not None:
-        c.cells.fill(bounds, tables_device)
-    _fill(c, found, c.dense or fragments or 1, tables_device)
+    _fill(c, found, c.dense or fragments or 1, _device(device, cu_seqlens, process_group))
     return c
 
 
 def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -> None:
+    if c.cells is not None:
+        c.cells.fill(layout.bounds, device)
     if len(layout.fragments) > most:
-        raise ValueError(f"fragments: expected at least {len(layout.fragments)} for rank {c.rank}, got {most}")
+        fail("fragments", f"at least {len(layout.fragments)} for rank {c.rank}", f"{most}")
     chains = [*map(layout.chains, range(layout.slots))]
     longest = layout.longest()  # so that other boundaries give tables of the same size
     if c.dense:
@@ -276,16 +269,14 @@ def _fill(c: ContextParallel, layout: Layout, most: int, device: torch.device) -
 def _size(name: str, value: Any, least: int = 1) -> Any:
     value = python_value(value)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name}: expected a number of at least {least}, got {value!r}")
+        fail(name, f"a number of at least {least}", f"{value!r}")
     return value
 
 
 def _bounds(cu_seqlens: Any) -> list[int]:
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"cu_seqlens: expected [N + 1] int32 or int64, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
-            )
+            fail("cu_seqlens", "[N + 1] int32 or int64", f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}")
         return cu_seqlens.tolist()
     if not isinstance(cu_seqlens, Sequence) or isinstance(cu_seqlens, str):
         raise TypeError(f"cu_seqlens: expected a tensor or integers, got {type(cu_seqlens).__name__}")
@@ -303,31 +294,29 @@ def _integer(name: str, value: Any) -> int:
 def _ranges(layout: Any, rows: int, ranks: int) -> Sequence[Sequence[Range]]:
     if isinstance(layout, str):
         if layout not in LAYOUTS:
-            raise ValueError(f"layout: expected {', '.join(LAYOUTS)} or ranges for every rank, got {layout!r}")
+            fail("layout", f"{', '.join(LAYOUTS)} or ranges for every rank", f"{layout!r}")
         return split(layout, rows, ranks)
     if not isinstance(layout, Sequence) or len(layout) != ranks:
         found = f"{len(layout)}" if isinstance(layout, Sequence) else f"{layout!r}"
-        raise ValueError(f"layout: expected a list of ranges for each of {ranks} ranks, got {found}")
+        fail("layout", f"a list of ranges for each of {ranks} ranks", found)
     ranges = [[(_integer("layout", a), _integer("layout", b)) for a, b in own] for own in layout]
     end = max((b for own in ranges for _, b in own), default=0)
     if end != rows and rows:
-        raise ValueError(f"layout: expected ranges of {rows} rows, got ranges that end at {end}")
+        fail("layout", f"ranges of {rows} rows", f"ranges that end at {end}")
     return ranges
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "group: expected torch.distributed to be initialised (start the processes with torchrun and call "
-            "torch.distributed.init_process_group first), got no process group"
-        )
+        start = "start the processes with torchrun and call torch.distributed.init_process_group first"
+        fail("group", f"torch.distributed to be initialised ({start})", "no process group")
     if hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
-            raise ValueError(f"group: expected a DeviceMesh of one dimension (mesh['cp']), got {group.ndim} dimensions")
+            fail("group", "a DeviceMesh of one dimension (mesh['cp'])", f"{group.ndim} dimensions")
         group = group.get_group()
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
-        raise ValueError(f"group: expected a process group that holds this process, or a DeviceMesh, got {group!r}")
+        fail("group", "a process group that holds this process, or a DeviceMesh", f"{group!r}")
     return found
 
 

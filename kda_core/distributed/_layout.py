@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kda_core._expect import fail
+
 Range = tuple[int, int]
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -46,50 +48,47 @@ class Layout:
         rank: this one.
 
     Raises:
-        ValueError: boundaries or ranges that cannot be, with the ranges.
+        ValueError: boundaries or ranges that cannot be.
 
     Attributes:
-        bounds, ranges, rank: as given.
         slots: ranges of the rank that has most of them.
-        of_slot: this rank's fragments of each slot.
-        fragments: of this rank, in the order of its rows.
+        rows: of this rank.
+        of_slot: this rank's fragments of each slot, in the order of its rows.
     """
 
     def __init__(self, bounds: Sequence[int], ranges: Sequence[Sequence[Range]], rank: int) -> None:
         self.bounds, self.rank = tuple(bounds), rank
         self.ranges = [list(own) for own in ranges]
         self.slots = max(1, *(len(own) for own in self.ranges))
-        self._places = sorted((a, b, r, s) for r, own in enumerate(self.ranges) for s, (a, b) in enumerate(own))
+        # Slots of all ranks are counted through.
+        numbered = ((a, b, r * self.slots + s) for r, own in enumerate(self.ranges) for s, (a, b) in enumerate(own))
+        self._places = sorted(numbered)
         self.rows = sum(b - a for a, b in self.ranges[rank])
         self._check()
         self.of_slot = [self._cut(a, b) for a, b in self.ranges[rank]]
         self.of_slot += [[] for _ in range(self.slots - len(self.of_slot))]
         if not self._places and not rank:  # no rows at all: the first rank has the sequences
             self.of_slot = [[Fragment(n, 0, 0, True, True) for n in range(len(self.bounds) - 1)]]
-        self.fragments = [f for found in self.of_slot for f in found]
+        self.fragments = [f for own in self.of_slot for f in own]
 
     def _check(self) -> None:
-        if not self.bounds or self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
-            raise ValueError(f"cu_seqlens: expected boundaries from 0, not decreasing, got {short(self.bounds)}")
-        at = 0
-        for a, b, r, _ in self._places:
+        bounds, end, at = self.bounds, self.bounds[-1] if self.bounds else 0, 0
+        if not bounds or bounds[0] != 0 or list(bounds) != sorted(bounds):
+            fail("cu_seqlens", "boundaries from 0, not decreasing", short(bounds))
+        for a, b, n in self._places:
             if a != at:
+                r = n // self.slots
                 what = f"rows {at} to {a} are on no rank" if a > at else f"rows {a} to {min(at, b)} are on two ranks"
                 raise ValueError(
                     f"layout: expected every row on one rank; {what} (rank {r} holds {short(self.ranges[r])})"
                 )
             at = b
-        if at < self.bounds[-1]:
-            raise ValueError(f"layout: expected all {self.bounds[-1]} rows of cu_seqlens, got ranges that end at {at}")
+        if at < end:
+            fail("layout", f"all {end} rows of cu_seqlens", f"ranges that end at {at}")
         for r, own in enumerate(self.ranges):
-            padded = False
-            for a, b in own:
-                if padded and a < self.bounds[-1]:
-                    raise ValueError(
-                        f"layout: expected the rows behind the last boundary {self.bounds[-1]} at the end of a "
-                        f"rank's rows, got {short(own)} on rank {r}"
-                    )
-                padded = padded or b > self.bounds[-1]
+            if any(before > end > a for (_, before), (a, _) in itertools.pairwise(own)):
+                rows = f"the rows behind the last boundary {end} at the end of a rank's rows"
+                fail("layout", rows, f"{short(own)} on rank {r}")
 
     def _cut(self, start: int, end: int) -> list[Fragment]:
         """The fragments of a range. A sequence without rows goes with the row before it, or with the first one."""
@@ -98,29 +97,27 @@ class Layout:
         low_n, high_n = bisect.bisect_left(self.bounds, start) - 1, bisect.bisect_right(self.bounds, end)
         for n in range(max(low_n, 0), min(high_n, len(self.bounds) - 1)):
             a, b = self.bounds[n], self.bounds[n + 1]
-            empty_here = a == b and (start < a <= end or a == start == 0)
-            if max(a, start) < min(b, end) or empty_here:
-                low, high = max(a, start), min(b, end)
+            low, high = max(a, start), min(b, end)
+            if low < high or (a == b and (start < a <= end or a == start == 0)):
                 found.append(Fragment(n, low, high, low == a, high == b))
         return found
 
     def chains(self, slot: int) -> tuple[list[int], list[int]]:
-        """Slots of all ranks, counted through, with the rows before a slot's first fragment in its sequence.
+        """The slots of all ranks with the rows before a slot's first fragment in its sequence, the farthest first.
 
-        And the same behind its last fragment; the farthest comes first in both.
+        And the same behind its last fragment.
         """
         if not self.of_slot[slot]:
             return [], []
         first, last = self.of_slot[slot][0], self.of_slot[slot][-1]
         low, high = self.bounds[first.sequence], self.bounds[last.sequence + 1]
-        numbered = [(a, b, r * self.slots + s) for a, b, r, s in self._places]
-        ahead = [n for a, b, n in numbered if low < b and a < first.start]
-        return ahead, [n for a, _, n in reversed(numbered) if last.end <= a < high]
+        ahead = [n for a, b, n in self._places if low < b and a < first.start]
+        return ahead, [n for a, _, n in reversed(self._places) if last.end <= a < high]
 
     def longest(self) -> tuple[int, int]:
         """Lengths of the longest chains ahead and behind that any boundaries make."""
         last = len(self._places) - 1
-        own = [i for i, place in enumerate(self._places) if place[2] == self.rank]
+        own = [i for i, (_, _, n) in enumerate(self._places) if n // self.slots == self.rank]
         return max(own, default=0), last - min(own, default=last)
 
     def tails(self, width: int) -> tuple[list[int], list[int]]:
@@ -135,26 +132,22 @@ class Layout:
             a, b = self.ranges[self.rank][s] if s < len(self.ranges[self.rank]) else (0, 0)
             own += [at + max(b - a - j, 0) if b - a >= j else self.rows for j in range(width, 0, -1)]
             at += b - a
-        starts = [p[0] for p in self._places]
+        starts = [a for a, _, _ in self._places]
         none = len(self.ranges) * self.slots * width
         sources = [none] * none
-        for a, _, r, s in self._places:
+        for a, _, n in self._places:
             begin = self.bounds[bisect.bisect_right(self.bounds, a) - 1] if a < self.bounds[-1] else a
             for j in range(1, min(width, a - begin) + 1):
-                _, end, rank, slot = self._places[bisect.bisect_right(starts, a - j) - 1]
-                place = (rank * self.slots + slot) * width + width - (end - (a - j))
-                sources[(r * self.slots + s) * width + width - j] = place
+                _, end, theirs = self._places[bisect.bisect_right(starts, a - j) - 1]
+                sources[(n + 1) * width - j] = (theirs + 1) * width - (end - a + j)
         return own, sources
 
 
 def split(layout: str, rows: int, ranks: int) -> list[list[Range]]:
     """Ranges of every rank: "contiguous", or "zigzag", where rank r holds parts r and 2 W - 1 - r of 2 W."""
     parts = ranks if layout == "contiguous" else 2 * ranks
-    cuts = [rows * i // parts for i in range(parts + 1)]
-    each = list(itertools.pairwise(cuts))
-    if layout == "contiguous":
-        return [[part] for part in each]
-    return [[each[r], each[parts - 1 - r]] for r in range(ranks)]
+    each = [*itertools.pairwise(rows * i // parts for i in range(parts + 1))]
+    return [[each[r]] if layout == "contiguous" else [each[r], each[parts - 1 - r]] for r in range(ranks)]
 
 
 def layout_of_positions(positions: Tensor) -> tuple[str | None, Tensor]:
@@ -185,7 +178,7 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
     found: list[Range] = []
     for a, b in ranges:
         if not 0 <= a <= b:
-            raise ValueError(f"layout: expected ranges (start, end) of rows with 0 <= start <= end, got ({a}, {b})")
+            fail("layout", "ranges (start, end) of rows with 0 <= start <= end", f"({a}, {b})")
         if found and found[-1][1] == a:
             found[-1] = (found[-1][0], b)
         elif a < b:
@@ -193,25 +186,10 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
-def edges(slots: Sequence[Sequence[Fragment]], none: int) -> list[tuple[int, int, int, int]]:
-    """For each slot: its last and first fragment, and those that need received states, or ``none``."""
-    found, at = [], 0
-    for cut in slots:
-        first, last = at, at + len(cut) - 1
-        at += len(cut)
-        if cut:
-            found.append((last, first, none if cut[0].begins else first, none if cut[-1].ends else last))
-        else:
-            found.append((0, 0, none, none))
-    return found
-
-
-def table(
+def tables(
     slots: Sequence[Sequence[Fragment]], most: int, N: int, sources: Sequence[Sequence[int]], none: int
-) -> list[int]:
-    """Five rows of F + 1: boundaries of fragments, sequences that they begin, and that they end; empty ones up to F.
-
-    Then where the states lie that they receive, forward and backward.
+) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+    """What kernels and the exchange read of some slots' fragments.
 
     Args:
         slots: fragments of each slot.
@@ -219,17 +197,26 @@ def table(
         N: number of sequences; it also stands for none.
         sources: for each slot the places of the states that come for it, forward and backward.
         none: the place that stands for none.
+
+    Returns:
+        five rows of F + 1: boundaries of fragments, sequences that they begin, and that they end, empty ones up to F,
+        then where the states lie that they receive, forward and backward; and for each slot its last and first
+        fragment, and those that need received states, or F.
     """
-    cut = [f for own in slots for f in own]
+    cut: list[Fragment] = []
+    columns, received = [], [[none] * (most + 1) for _ in range(2)]
+    for own, froms in zip(slots, sources, strict=True):
+        first, last = len(cut), len(cut) + len(own) - 1
+        cut += own
+        needs = (most if own[0].begins else first, most if own[-1].ends else last) if own else (most, most)
+        columns.append((last, first, *needs) if own else (0, 0, *needs))
+        for row, place, source in zip(received, needs, froms, strict=True):
+            row[place] = source if place < most else none
     rest = most - len(cut)
     cu = [*itertools.accumulate((f.end - f.start for f in cut), initial=0)]
     begins, ends = [f.sequence if f.begins else N for f in cut], [f.sequence if f.ends else N for f in cut]
     absent = [N] * (rest + 1)
-    received = [[none] * (most + 1) for _ in range(2)]
-    for (_, _, *places), froms in zip(edges(slots, most), sources, strict=True):
-        for row, place, source in zip(received, places, froms, strict=True):
-            row[place] = source if place < most else none
-    return [*cu, *cu[-1:] * rest, *begins, *absent, *ends, *absent, *received[0], *received[1]]
+    return [*cu, *cu[-1:] * rest, *begins, *absent, *ends, *absent, *received[0], *received[1]], columns
 
 
 def short(values: Sequence) -> str:

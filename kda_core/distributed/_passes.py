@@ -46,9 +46,8 @@ class Step:
     ) -> None:  # fmt: skip
         self.r, self.s, self.matrices, self.backward = r, s, matrices, backward
         self.chosen, self.request = s.chosen(r, name) if known is None else (known, s.local(r))
-        t = s.tables()
-        given = None if t.no_given[backward] else given
-        edges = Edges(given, *t.edges[2 if backward else r.save_for_backward], matrices)
+        self.way = way = s.tables().ways[2 if backward else r.save_for_backward]
+        edges = Edges(None if way.no_given else given, *way.edges, matrices)
         self.request.__dict__.update(cp_context=edges, memo=self.chosen.halves_memo)
         self.kept: tuple[Tensor, ...] = ()
 
@@ -114,13 +113,12 @@ def _joined(step: Step) -> Tensor | None:
     """The states that our fragments receive, where ``Edges`` find them; one collective."""
     if step.chosen.alone:
         return None
-    s = step.s
-    steps = s.slots.shape[0] - 4 - s.before if step.backward else s.before
+    way = step.way
     # A place of zeros is for chains that are shorter; where nothing comes ``Edges`` say themselves.
-    every = gathered(step.begin(), s.group, s.padded and steps > 1)
-    if steps < 2:  # the additions alone
-        return every if steps else None
-    return join(every, s.slots[4 + s.before :] if step.backward else s.slots[4 : 4 + s.before])
+    every = gathered(step.begin(), step.s.group, step.s.padded and way.steps > 1)
+    if way.steps < 2:  # the additions alone
+        return every if way.steps else None
+    return join(every, way.joined)
 
 
 def _aligned(r: Request) -> Request:

@@ -15,19 +15,35 @@ from kda_core.distributed._halves import Chosen, choose
 from kda_core.request import DATA, Request
 
 
+_PLAIN = {"initial_state": None, "grad_final_state": None, "state_v_first": False, "cp_context": None}
+
+
+class Way(NamedTuple):
+    """A direction's rows of a context's tables.
+
+    Attributes:
+        edges: fields of ``Edges`` between ``given`` and ``matrices``.
+        no_given: whether no fragment begins its sequence (backward: ends it).
+        joined: [L, S] slots to join for each of ours, the farthest first; ``steps``: L.
+    """
+
+    edges: tuple[Any, Any, Any, Any, int]
+    no_given: bool
+    joined: Tensor
+    steps: int
+
+
 class Tables(NamedTuple):
-    """Rows of a context's tables as requests take them.
+    """A context's tables as requests take them.
 
     Attributes:
         bounds: ``cu_seqlens``; None: sequences are dense.
-        edges: fields of ``Edges`` between ``given`` and ``matrices``: of a forward, of one whose backward is to come
-            (the fragments whose matrices that needs come behind those that are sent), and of a backward.
-        no_given: whether no fragment begins its sequence, and whether none ends it.
+        ways: of a forward, of one whose backward is to come (the fragments whose matrices that needs come behind those
+            that are sent), and of a backward.
     """
 
     bounds: Tensor | None
-    edges: tuple[tuple[Any, Any, Any, Any, int], ...]
-    no_given: tuple[bool, bool]
+    ways: tuple[Way, Way, Way]
 
 
 class Shared(NamedTuple):
@@ -60,25 +76,33 @@ class Shared(NamedTuple):
         """Whether no fragment ever goes on in another range."""
         return not self.grid and self.slots.shape[0] == 4 and self.group.size() == 1
 
+    def with_tables(self) -> Shared:
+        """The same with the tables of all calls."""
+        known = [self.of_cell(i).known_tables for i in range(len(self.cells))] if self.grid else self.tables()
+        return self._replace(known_tables=known)
+
     def tables(self) -> Tables:
         if self.known_tables is not None:
             return self.known_tables
-        bounds, begins, ends, ahead, behind = self.fragments.unbind()
-        begins, ends, ahead, behind = (row[:-1] for row in (begins, ends, ahead, behind))
+        bounds, *rows = self.fragments.unbind()
+        begins, ends, ahead, behind = (row[:-1] for row in rows)
         # Dense sequences of a cell receive their states in their own order.
         sources = (None, None) if self.grid and self.dense else (ahead, behind)
-        both = self.slots[:2]
+        both, joined = self.slots[:2], (self.slots[4 : 4 + self.before], self.slots[4 + self.before :])
         sends = (None,) * 3 if self.dense else (both[0], both.flatten(), both[1])
         # Every fragment f begins (ends) sequence f, or none does; otherwise the tables say which.
         simple = not self.grid and self.dense == self.sequences == self.slots.shape[1]
-        all_begin, all_end = simple and not self.before, simple and self.slots.shape[0] - self.before == 4
+        steps = len(joined[0]), len(joined[1])
+        all_begin, all_end = simple and not steps[0], simple and not steps[1]
         results = None if all_end else ends, None if all_begin else begins
-        edges = (
-            (begins, sends[0], sources[0], results[0], self.sequences),
-            (begins, sends[1], sources[0], results[0], self.sequences),
-            (ends, sends[2], sources[1], results[1], self.sequences),
-        )
-        return Tables(None if self.dense else bounds, edges, (simple and not all_begin, simple and not all_end))
+
+        def way(number: int, *places: Any) -> Way:
+            no_given = simple and not (all_begin, all_end)[number]
+            edges = *places, sources[number], results[number], self.sequences
+            return Way(edges, no_given, joined[number], steps[number])
+
+        ways = way(0, begins, sends[0]), way(0, begins, sends[1]), way(1, ends, sends[2])
+        return Tables(None if self.dense else bounds, ways)
 
     def parts(self, r: Request) -> list[tuple[Request, Shared]]:
         """The calls that this rank makes: the caller's own, or one for each of its cells."""
@@ -109,8 +133,7 @@ class Shared(NamedTuple):
 
     def local(self, r: Request) -> Request:
         """The call of this rank's fragments, as a plain one without states."""
-        values = {**vars(r), "initial_state": None, "grad_final_state": None, "state_v_first": False}
-        values["cp_context"], values["cu_seqlens"] = None, self.tables().bounds
+        values = {**vars(r), **_PLAIN, "cu_seqlens": self.tables().bounds}
         B = self.dense or 1
         if B != r.B:
             values |= {n: t.reshape(B, r.B * r.T // B, *t.shape[2:]) for n, t in rows_of(r)}
