@@ -234,10 +234,14 @@ class Calls:
         key: tuple[Any, ...] = half, _gradient_kind(request.grad_o), "initial_state" in request.needs_grad
         edges, tensors = request.cp_context, _NO_EDGES
         if edges is not True:
-            tensors = _edges_of(edges)
-            # All but the given states are contiguous, the states that come for the second half, too.
-            shapes = [x is None or x.shape for x in (*tensors, *more[-1:])]
-            key = *key, edges.sequences, _gradient_kind(edges.given), *shapes
+            given, _, sends, sources, results, matrices = tensors = _edges_of(edges)
+            starts = more[-1] if more else None
+            # All but the given states are contiguous; the other tables have a place for each fragment.
+            key = (
+                *key, edges.sequences, sources is None, results is None, None if sends is None else sends.shape[0],
+                None if matrices is None else matrices.shape[3], None if starts is None else starts.shape,
+                None if given is None else (_gradient_kind(given), given.shape),
+            )  # fmt: skip
         inputs = (*_fragments_inputs(request), *tensors, *more)
         return self.run(request, _kind(request, key), _HALF[len(more)], inputs, more, (half,))
 
