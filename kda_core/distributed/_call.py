@@ -34,10 +34,9 @@ PLACES = MAX_SAVED_TENSORS + 1
 
 
 class Ranks:
-    """Serves calls with a context as a ``Backend`` serves plain ones.
+    """Serves calls with a context as a ``Backend`` serves plain ones; ``s`` is None for ``on``.
 
     Args:
-        s: the context; None for ``on``.
         known: what an earlier call of the same metadata chose.
     """
 
@@ -152,9 +151,8 @@ def context_of(r: Request) -> ContextParallel:
     c = r.cp_context
     if not isinstance(c, ContextParallel):
         if not is_fla_context(c):
-            raise TypeError(
-                f"cp_context: expected a context of kda_core.distributed.build_cp_context, got {type(c).__name__}"
-            )
+            expected = "a context of kda_core.distributed.build_cp_context"
+            raise TypeError(f"cp_context: expected {expected}, got {type(c).__name__}")
         c = from_fla(c)
     pools = ("ssm_state_indices", "has_initial_state", "final_state_indices", "final_state_pool")
     for name in ("out", *pools, "batch_invariant"):
@@ -166,12 +164,10 @@ def context_of(r: Request) -> ContextParallel:
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
         if t.dim() != (3 if name == "beta" else 4) or (t.shape[0], t.shape[1]) != (c.batch, c.rows):
-            raise ValueError(
-                f"{name}: expected [B, T, …] = [{c.batch}, {c.rows}, …], the rows of rank {c.rank} of cp_context, got "
-                f"{list(t.shape)}"
-            )
+            rows = f"[B, T, …] = [{c.batch}, {c.rows}, …], the rows of rank {c.rank} of cp_context"
+            _expect.fail(name, rows, f"{list(t.shape)}")
     if r.q.device != c.device:
-        raise ValueError(f"cp_context: expected tables on {r.q.device}, where q is, got {c.device}; give device=")
+        _expect.fail("cp_context", f"tables on {r.q.device}, where q is", f"{c.device}; give device=")
     state = r.initial_state
     if not c.states and (state is not None or r.output_final_state):
         raise UnsupportedCall(
@@ -188,7 +184,7 @@ def context_of(r: Request) -> ContextParallel:
     if given is not None and (
         torch.compiler.is_compiling() or not _same_memory(given, getattr(r.cp_context, "cu_seqlens", None))
     ):
-        raise ValueError("cu_seqlens: expected None with cp_context, which holds the boundaries, got others")
+        _expect.fail("cu_seqlens", "None with cp_context, which holds the boundaries", "others")
     return c
 
 
@@ -239,20 +235,19 @@ def _operator(*args: Any) -> tuple[Tensor, ...]:
 
 def _flat(saved: Sequence[Tensor], s: Shared) -> list[Tensor]:
     """Saved tensors of one dimension, each with those of all cells."""
-    if not s.grid:
-        return [t.reshape(-1) for t in saved]
     each = len(saved) // max(len(s.cells), 1)
-    return [torch.cat([t.reshape(-1) for t in saved[i::each]]) for i in range(each)]
+    flat = [[t.reshape(-1) for t in saved[i::each]] for i in range(each)]
+    return [torch.cat(own) if s.grid else own[0] for own in flat]
 
 
 def _saved_of(flat: Sequence[Tensor], parts: Sequence[tuple[Chosen, Request]]) -> tuple[Tensor, ...]:
     """The inverse."""
-    found, at = [], [0] * len(flat)
+    rest, found = list(flat), []
     for chosen, call in parts:
         for i, spec in enumerate(chosen.halves.saved_spec(call)):
             count = math.prod(spec.shape)
-            found.append(flat[i].narrow(0, at[i], count).view(spec.shape))
-            at[i] += count
+            found.append(rest[i][:count].view(spec.shape))
+            rest[i] = rest[i][count:]
     return tuple(found)
 
 

@@ -46,8 +46,9 @@ class Step:
     ) -> None:  # fmt: skip
         self.r, self.s, self.matrices, self.backward = r, s, matrices, backward
         self.chosen, self.request = s.chosen(r, name) if known is None else (known, s.local(r))
-        self.way = way = s.tables().ways[2 if backward else r.save_for_backward]
-        edges = Edges(None if way.no_given else given, *way.edges, matrices)
+        t = s.tables()
+        own = t.edges[2 if backward else r.save_for_backward]
+        edges = Edges(None if t.no_given[backward] else given, *own, matrices)
         self.request.__dict__.update(cp_context=edges, memo=self.chosen.halves_memo)
         self.kept: tuple[Tensor, ...] = ()
 
@@ -113,12 +114,13 @@ def _joined(step: Step) -> Tensor | None:
     """The states that our fragments receive, where ``Edges`` find them; one collective."""
     if step.chosen.alone:
         return None
-    way = step.way
+    s, first = step.s, 4 + step.s.before if step.backward else 4
+    steps = s.slots.shape[0] - first if step.backward else s.before
     # A place of zeros is for chains that are shorter; where nothing comes ``Edges`` say themselves.
-    every = gathered(step.begin(), step.s.group, step.s.padded and way.steps > 1)
-    if way.steps < 2:  # the additions alone
-        return every if way.steps else None
-    return join(every, way.joined)
+    every = gathered(step.begin(), s.group, s.padded and steps > 1)
+    if steps < 2:  # the additions alone
+        return every if steps else None
+    return join(every, s.slots[first : first + steps])
 
 
 def _aligned(r: Request) -> Request:
@@ -166,18 +168,20 @@ def _forward_of_cells(
     if not steps:
         _refuse_without_cells(r, s, name)
     came = _chained(r, s, steps, False)
-    parts = [step.finish(states) for step, states in zip(steps, came, strict=True)]
-    o = torch.cat([r.v.new_empty(r.B, 0, r.HV, r.V), *(p.o for p in parts)], 1)
+    parts: Any = [step.finish(states) for step, states in zip(steps, came, strict=True)]
     final = h = None
     if r.output_final_state:
-        final = s.final(r, _total(r, s, [p.final_state for p in parts if p.final_state is not None]))
+        final = s.final(r, _total(r, s, [p.final_state for p in parts]))
     if r.return_intermediate_states:
-        absent = r.q.new_empty(r.B, 0, *r.state_shape[1:], dtype=r.h_dtype)
-        h = torch.cat([absent, *(p.h for p in parts if p.h is not None)], 1)
-    matrices = (
-        torch.cat([m for step in steps if (m := step.matrices) is not None]) if r.save_for_backward and steps else None
-    )
-    return ForwardResult(o, final, h, tuple(t for p in parts for t in p.saved)), matrices
+        h = torch.cat([r.q.new_empty(r.B, 0, *r.state_shape[1:], dtype=r.h_dtype), *(p.h for p in parts)], 1)
+    matrices = [m for step in steps if (m := step.matrices) is not None]
+    found = ForwardResult(_rows(r.v, [p.o for p in parts]), final, h, tuple(t for p in parts for t in p.saved))
+    return found, torch.cat(matrices) if matrices else None
+
+
+def _rows(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all cells, [B, T, ...]; there may be none."""
+    return torch.cat([torch.empty_like(like[:, :0]), *parts], 1)
 
 
 def _refuse_without_cells(r: Request, s: Shared, name: str | None) -> None:
@@ -194,11 +198,7 @@ def _backward_of_cells(
     steps = [Step(_aligned(q), t, name, None, given, m, backward=True) for (q, t), m in zip(parts, each, strict=True)]
     came = _chained(r, s, steps, True)
     found = [step.finish_backward(states) for step, states in zip(steps, came, strict=True)]
-    grads = {
-        n: torch.cat([torch.empty_like(getattr(r, n)[:, :0]), *(g[n] for g in found)], 1)
-        for n in DATA
-        if n in r.needs_grad
-    }
+    grads = {n: _rows(getattr(r, n), [g[n] for g in found]) for n in r.needs_grad.intersection(DATA)}
     if "initial_state" in r.needs_grad:
         grads["initial_state"] = _total(r, s, [g["initial_state"] for g in found])
     names = [n for n in PARAMETERS if n in r.needs_grad]

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from kda_core._expect import fail
 from kda_core.request import DATA, GateRequest, Request
 
 Kind = Literal["batch", "heads"] | None
 
-# Dimensions that hold sequences and heads.
-BATCH = {**dict.fromkeys(DATA, 0), "initial_state": 0, "o": 0, "final_state": 0, "h": 0}
+# Tensors whose first dimension holds sequences, and the dimensions that hold heads.
+BATCH = (*DATA, "initial_state", "o", "final_state", "h")
 HEADS = {
     **dict.fromkeys(DATA, 2), "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1, "h": 2,
 }  # fmt: skip
@@ -56,7 +57,7 @@ def local(r: Request | GateRequest) -> tuple[dict[str, Any], list[Kind], Any]:
     found: dict[str, Any] = {n: getattr(r, n) for n in _ARGUMENTS[type(r)]}
     for name in REFUSED:
         if found.get(name) is not None:
-            raise ValueError(f"{name}: expected None beside DTensors, got {type(found[name]).__name__}; use to_local()")
+            fail(name, "None beside DTensors", f"{type(found[name]).__name__}; use to_local()")
     if found.get("inplace_final_state"):
         raise ValueError("inplace_final_state: expected False beside DTensors; use to_local()")
     for name in (*rows, *PARAMETERS, "initial_state"):
@@ -72,11 +73,14 @@ def local(r: Request | GateRequest) -> tuple[dict[str, Any], list[Kind], Any]:
             continue
         placements = [_placement(name, kind, r) for kind in kinds]
         if t.device_mesh != mesh or list(t.placements) != placements:
-            raise ValueError(
-                f"{name}: expected a DTensor with placements {placements} on {mesh}, as those of {rows[0]} demand, got "
-                f"{list(t.placements)} on {t.device_mesh}; redistribute it"
-            )
-        _check_even(name, t, placements)
+            expected = f"a DTensor with placements {placements} on {mesh}, as those of {rows[0]} demand"
+            fail(name, expected, f"{list(t.placements)} on {t.device_mesh}; redistribute it")
+        for dim, size in enumerate(t.shape):
+            ranks = 1
+            for i, p in enumerate(placements):
+                ranks *= mesh.size(i) if isinstance(p, Shard) and p.dim == dim else 1
+            if size % ranks:
+                fail(name, f"a size of dimension {dim} that {ranks} ranks divide", f"{list(t.shape)}")
         # Ranks with sequences of their own have each a part of a parameter's gradient.
         parts = [kind == "batch" and name in PARAMETERS for kind in kinds]
         grads = [Partial() if part else p for part, p in zip(parts, placements, strict=True)]
@@ -84,41 +88,28 @@ def local(r: Request | GateRequest) -> tuple[dict[str, Any], list[Kind], Any]:
     return found, kinds, mesh
 
 
-def _dims(name: str, r: Any) -> tuple[int | None, int]:
-    """The dimensions of sequences and of heads."""
+def _dims(name: str, r: Any) -> dict[Kind, int]:
+    """The dimensions of sequences, where there is one, and of heads."""
     if isinstance(r, GateRequest) and name == "g":
         n = r.g.dim()
-        return (0 if n > 2 else None), n - 2
-    return BATCH.get(name), HEADS[name]
+        return {"heads": n - 2, **({"batch": 0} if n > 2 else {})}
+    return {"heads": HEADS[name], **({"batch": 0} if name in BATCH else {})}
 
 
 def _kind(name: str, p: Placement, r: Any) -> Kind:
-    batch, heads = _dims(name, r)
+    dims = _dims(name, r)
     if isinstance(p, Replicate):
         return None
-    if type(p) is Shard and p.dim in (batch, heads):
-        return "heads" if p.dim == heads else "batch"
-    raise ValueError(
-        f"{name}: expected a DTensor sharded by batch, Shard({batch}), or by heads, Shard({heads}), or replicated, got "
-        f"{p}; several ranks share the tokens of a sequence by cp_context"
-    )
+    for kind, dim in dims.items():
+        if type(p) is Shard and p.dim == dim:
+            return kind
+    ways = f"by batch, Shard({dims.get('batch')}), or by heads, Shard({dims['heads']}), or replicated"
+    fail(name, f"a DTensor sharded {ways}", f"{p}; several ranks share the tokens of a sequence by cp_context")
 
 
 def _placement(name: str, kind: Kind, r: Any) -> Placement:
-    batch, heads = _dims(name, r)
-    dim = {"batch": batch, "heads": heads}.get(kind or "")
+    dim = _dims(name, r).get(kind)
     return Replicate() if dim is None else Shard(dim)
-
-
-def _check_even(name: str, t: DTensor, placements: list[Placement]) -> None:
-    for dim in range(t.dim()):
-        ranks = 1
-        for i, p in enumerate(placements):
-            ranks *= t.device_mesh.size(i) if isinstance(p, Shard) and p.dim == dim else 1
-        if t.shape[dim] % ranks:
-            raise ValueError(
-                f"{name}: expected a size of dimension {dim} that {ranks} ranks divide, got {list(t.shape)}"
-            )
 
 
 def _global(name: str, t: Tensor, kinds: list[Kind], mesh: Any, r: Any) -> DTensor:

@@ -14,36 +14,22 @@ from kda_core.distributed._exchange import resolve_group
 from kda_core.distributed._halves import Chosen, choose
 from kda_core.request import DATA, Request
 
-
 _PLAIN = {"initial_state": None, "grad_final_state": None, "state_v_first": False, "cp_context": None}
 
 
-class Way(NamedTuple):
-    """A direction's rows of a context's tables.
-
-    Attributes:
-        edges: fields of ``Edges`` between ``given`` and ``matrices``.
-        no_given: whether no fragment begins its sequence (backward: ends it).
-        joined: [L, S] slots to join for each of ours, the farthest first; ``steps``: L.
-    """
-
-    edges: tuple[Any, Any, Any, Any, int]
-    no_given: bool
-    joined: Tensor
-    steps: int
-
-
 class Tables(NamedTuple):
-    """A context's tables as requests take them.
+    """Rows of a context's tables as requests take them.
 
     Attributes:
         bounds: ``cu_seqlens``; None: sequences are dense.
-        ways: of a forward, of one whose backward is to come (the fragments whose matrices that needs come behind those
-            that are sent), and of a backward.
+        edges: fields of ``Edges`` between ``given`` and ``matrices``: of a forward, of one whose backward is to come
+            (the fragments whose matrices that needs come behind those that are sent), and of a backward.
+        no_given: whether no fragment begins its sequence, and whether none ends it.
     """
 
     bounds: Tensor | None
-    ways: tuple[Way, Way, Way]
+    edges: tuple[tuple[Any, Any, Any, Any, int], ...]
+    no_given: tuple[bool, bool]
 
 
 class Shared(NamedTuple):
@@ -87,22 +73,14 @@ class Shared(NamedTuple):
         bounds, *rows = self.fragments.unbind()
         begins, ends, ahead, behind = (row[:-1] for row in rows)
         # Dense sequences of a cell receive their states in their own order.
-        sources = (None, None) if self.grid and self.dense else (ahead, behind)
-        both, joined = self.slots[:2], (self.slots[4 : 4 + self.before], self.slots[4 + self.before :])
-        sends = (None,) * 3 if self.dense else (both[0], both.flatten(), both[1])
+        ahead, behind = (None, None) if self.grid and self.dense else (ahead, behind)  # type: ignore[assignment]
+        last, first, both = (None,) * 3 if self.dense else (*self.slots[:2], self.slots[:2].flatten())
         # Every fragment f begins (ends) sequence f, or none does; otherwise the tables say which.
         simple = not self.grid and self.dense == self.sequences == self.slots.shape[1]
-        steps = len(joined[0]), len(joined[1])
-        all_begin, all_end = simple and not steps[0], simple and not steps[1]
-        results = None if all_end else ends, None if all_begin else begins
-
-        def way(number: int, *places: Any) -> Way:
-            no_given = simple and not (all_begin, all_end)[number]
-            edges = *places, sources[number], results[number], self.sequences
-            return Way(edges, no_given, joined[number], steps[number])
-
-        ways = way(0, begins, sends[0]), way(0, begins, sends[1]), way(1, ends, sends[2])
-        return Tables(None if self.dense else bounds, ways)
+        all_begin, all_end = simple and not self.before, simple and self.slots.shape[0] - self.before == 4
+        final, initial, N = None if all_end else ends, None if all_begin else begins, self.sequences
+        edges = (begins, last, ahead, final, N), (begins, both, ahead, final, N), (ends, first, behind, initial, N)
+        return Tables(None if self.dense else bounds, edges, (simple and not all_begin, simple and not all_end))
 
     def parts(self, r: Request) -> list[tuple[Request, Shared]]:
         """The calls that this rank makes: the caller's own, or one for each of its cells."""
