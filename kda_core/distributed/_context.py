@@ -72,14 +72,9 @@ class ContextParallel:
         self, slots: list[list[Fragment]], chains: list[tuple[list[int], list[int]]], longest: tuple[int, int],
         most: int, device: Any, tails: tuple[list[int], list[int]] = ([], []),
     ) -> None:  # fmt: skip
-        """Set the tables.
+        """Set the tables of slots with these fragments and ``Layout.chains``; ``most``: F; ``tails``: ``Layout.tails``.
 
-        Args:
-            slots: the fragments of each slot.
-            chains: slots ahead and behind of each slot, as ``Layout`` gives them.
-            longest: lengths of the longest chains ahead and behind.
-            most: F, at least the number of fragments.
-            tails: what ``Layout.tails`` gives.
+        ``longest`` are lengths of chains ahead and behind.
         """
         F, none = most, self.size * len(slots)
         received = [[[none] * (n - len(c)) + c for n, c in zip(longest, chain, strict=True)] for chain in chains]
