@@ -351,6 +351,15 @@ class Builder:
         """A tensor that outlives the call."""
         return self._new(name, shape, dtype, "result", zeros)
 
+    def within(self, result: str, shape: Sequence[int], dtype: torch.dtype) -> View:
+        """A part of a result of bytes, which becomes as long as all its parts: one allocation for many tensors."""
+        if result not in self._buffers:
+            self.result(result, (0,), torch.uint8)
+        buffer, x = self._buffers[result], View(result, tuple(shape), contiguous_strides(shape), dtype)
+        (start,) = buffer.shape
+        self._buffers[result] = buffer._replace(shape=(start + -(-x.nbytes // ALIGNMENT) * ALIGNMENT,))
+        return x._replace(offset=start // x.itemsize)
+
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype, zeros: bool = False) -> View:
         """A tensor that lasts until ``free`` or the end of the call."""
         return self._new(name, shape, dtype, "scratch", zeros)
@@ -424,6 +433,24 @@ EDGES = tuple(n for n in Edges._fields if n != "sequences")
 """Tensors of ``Edges``."""
 EDGE_NAMES = tuple(f"edges.{n}" for n in EDGES)
 """Their names as inputs of plans."""
+
+
+def handed_over(results: Mapping[str, View | None]) -> dict[str, View | None]:
+    """Results of a first half without those that lie in the same buffer as an earlier one (``Builder.within``)."""
+    sources = [x and x.source for x in results.values()]
+    return {n: x for i, (n, x) in enumerate(results.items()) if x is None or x.source not in sources[:i]}
+
+
+def received(results: Mapping[str, View | None], kept: Sequence[View]) -> dict[str, View | None]:
+    """What a first half has handed over, as its second half is given it.
+
+    Args:
+        results: of the first half.
+        kept: the inputs of the second half for those of ``handed_over`` that are not None.
+    """
+    given = [x for x in results.values() if x is not None]
+    tensors = dict(zip(dict.fromkeys(x.source for x in given), kept, strict=True))
+    return {n: x and x._replace(source=tensors[x.source].source) for n, x in results.items()}
 
 
 def layout(name: str, x: Tensor, aligned: bool = True) -> View:

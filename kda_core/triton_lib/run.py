@@ -55,6 +55,8 @@ def maker(
 
 
 def part(base: Tensor, x: View) -> Tensor:
+    if base.dtype != x.dtype:  # within bytes
+        base = base.view(x.dtype)
     if not x.offset and tuple(base.shape) == x.shape and base.stride() == x.strides:
         return base
     return base.as_strided(x.shape, x.strides, base.storage_offset() + x.offset)

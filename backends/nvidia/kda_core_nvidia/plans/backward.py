@@ -25,7 +25,18 @@ from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Copy, Plan, View, changed, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.plan import (
+    Builder,
+    Copy,
+    Plan,
+    View,
+    changed,
+    handed_over,
+    input_layouts,
+    matrix_tile,
+    received,
+    token_tile,
+)
 from kda_core.triton_lib.segments import ends_of, in_one, sent_back
 from kda_core_nvidia.backward_finish import finish_kernel, sums_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
@@ -46,6 +57,7 @@ from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_se
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import (
+    KEPT,
     ROWS,
     add_ends,
     add_first_segments,
@@ -86,17 +98,28 @@ def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
     keys, D and X of a second ``prepare`` if there is one, and what the segments do to gradients of states.
     """
     b = Builder()
+    summary, sums, results = _add_begin(b, call, choice)
+    return b.plan(input_layouts(call), {"matrices": summary, "additions": sums, **handed_over(results)})
+
+
+READ_FIRST = "kept for the recurrences"
+"""The result that holds what the second half reads first."""
+
+
+def _add_begin(
+    b: Builder, call: Request, choice: BackwardChoice
+) -> tuple[View | None, View | None, dict[str, View | None]]:
+    """Add the first half of a backward; matrices, additions, and what the second half needs."""
     w = _Backward(b, call, choice, {})
     dv = w.new("dv", (w.B, w.T, w.HV, w.V), w.dtype)
     prepared, new = _prepared_before(w.r)[0], {}
     if not call.disable_recompute:
-        prepared = w.prepare(dv, b.result)
+        prepared = w.prepare(dv, lambda name, *layout: b.within(KEPT if name == "D" else READ_FIRST, *layout))
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
     segments = reverse_segments(b, w.r, choice, prepared)
     summary, sums = sent_back(b, call)
     add_chain(b, w.whole, w.r, choice, segments, reverse=True, summary=summary, sums=sums)
-    results = {"matrices": summary, "additions": sums, "dv": dv, **new}
-    return b.plan(input_layouts(call), results | {f"segments {i}": x for i, x in enumerate(segments)})
+    return summary, sums, {"dv": dv, **new, **{f"segments {i}": x for i, x in enumerate(segments)}}
 
 
 def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
@@ -105,12 +128,14 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     """
     b = Builder()
     count = (5 if call.disable_recompute else 3) + call.use_qk_l2norm_in_kernel
-    saved, (dv, *segments, ends) = call.saved[:count], call.saved[count:]
-    w = _Backward(b, changed(call, saved=saved), choice, _sums(b, call))
+    saved, (*kept, ends) = call.saved[:count], call.saved[count:]
+    first = changed(call, saved=saved)
+    dv, *segments = received(_add_begin(Builder(), first, choice)[2], kept).values()
+    w = _Backward(b, first, choice, _sums(b, call))
     r, (prepared, starts), given = w.r, _prepared_before(w.r), ()
     if not call.disable_recompute:
         keys, D, X, *segments = segments
-        prepared, given = prepared._replace(keys=keys, D=D, X=X), (keys, X)
+        prepared, given = prepared._replace(keys=keys, D=D, X=X), tuple(x for x in kept if x.source == keys.source)
     last = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
     grad_starts = ends_of(b, call, "dinitial_state", torch.float32) if "initial_state" in call.needs_grad else None
     add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, starts=ends, states=last, ends=grad_starts)

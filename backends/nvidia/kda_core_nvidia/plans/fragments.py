@@ -8,19 +8,21 @@ segment, and the recurrence. A backward does the same from the end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.layout import padded
-from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts
+from kda_core.triton_lib.plan import Builder, Plan, View, changed, handed_over, input_layouts, received
 from kda_core.triton_lib.segments import edge_arguments, ends_of, one_token_axis, sent
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, in_parts
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
 from kda_core_nvidia.plans.prepare_hopper import aligned
-from kda_core_nvidia.plans.segments import add_reverse_transitions, add_transitions, cut_into_segments
+from kda_core_nvidia.plans.segments import KEPT, add_reverse_transitions, add_transitions, cut_into_segments
 from kda_core_nvidia.segments import chain_kernel
 
 Choice = ForwardChoice | BackwardChoice
@@ -72,26 +74,36 @@ def add_chain(
 
 
 def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
-    """The first half of a forward; results: matrices and additions in one, then what the second half is given.
+    """The first half of a forward; results: matrices and additions in one, then what the second half is given."""
+    b = Builder()
+    summary, results = _add_begin(b, request, choice)
+    return b.plan(input_layouts(request), {"matrices": summary, "additions": None, **handed_over(results)})
+
+
+def _add_begin(b: Builder, request: Request, choice: ForwardChoice) -> tuple[View, dict[str, View | None]]:
+    """Add the first half of a forward; its summary, and what the second half needs.
 
     That is o, of which rows behind the last fragment are written, everything that ``prepare`` wrote, and the segments'
-    own transitions.
+    own transitions. Tensors that the call does not save lie in one.
     """
-    b = Builder()
     r = readable(b, request)
     cut = cut_into_segments(b, r, choice.segment_rows)
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     everything = r.save_for_backward and r.disable_recompute
     keep = choice.saved_slots if r.save_for_backward and not everything else 0
     how = choice.prepare, choice.precision, choice.bounded
-    prepared = add_prepare(b, cut, *how, like_segments(o, cut), everything, keep, new=b.result)
+    own = Prepared._fields if everything else ("P", "X", "norms") if r.save_for_backward else ()
+
+    def new(name: str, *layout: Any) -> View:
+        return b.result(name, *layout) if name in own else b.within(KEPT, *layout)
+
+    prepared = add_prepare(b, cut, *how, like_segments(o, cut), everything, keep, new=new)
     named = add_transitions(b, cut, choice, _rows(b, cut.v, choice), prepared.keys, prepared.D)
     hopper = isinstance(choice.transitions, TransitionsHopperConfig)
     segments = (named["matrices"], named["additions"]) if hopper else (named["transitions"],)
     summary = sent(b, r)
     add_chain(b, r, cut, choice, segments, summary=summary)
-    results = {"matrices": summary, "additions": None, "o": o, **prepared._asdict()}
-    return b.plan(input_layouts(request), results | {f"segments {i}": x for i, x in enumerate(segments)})
+    return summary, {"o": o, **prepared._asdict(), **{f"segments {i}": x for i, x in enumerate(segments)}}
 
 
 def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
@@ -101,14 +113,14 @@ def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
     """
     b = Builder()
     r = readable(b, request)
-    o, keys, P, D, *rest, starts = r.saved
-    X = rest.pop(0) if r.save_for_backward else None
-    norms = rest.pop(0) if r.save_for_backward and r.use_qk_l2norm_in_kernel else None
+    *kept, starts = r.saved
+    _, begun = _add_begin(Builder(), changed(request, saved=()), choice)
+    o, keys, P, D, X, norms, *segments = received(begun, kept).values()
     cut = cut_into_segments(b, r, choice.segment_rows)
     make = b.result if r.save_for_backward else b.scratch
     states = make("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
     final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
-    add_chain(b, r, cut, choice, tuple(rest), starts=starts, states=states, ends=final_state)
+    add_chain(b, r, cut, choice, tuple(segments), starts=starts, states=states, ends=final_state)
     cut = changed(cut, v=_rows(b, cut.v, choice), initial_state=states)
     add_recurrence(b, cut, choice, Prepared(keys, P, D), like_segments(o, cut), None, None)
     results = {"o": o, "final_state": final_state, "h": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ def add_first_segments(b: Builder, call: Request, rows: int, grad_starts: View, 
     b.pick(first_segments_kernel, (call.V // JOIN_ROWS, call.N * call.HV), 4, named)
 
 
+KEPT = "kept"
+"""The result that holds what the second half of a call is given and the call does not save."""
+
+
+def _new(b: Builder, call: Request | None) -> Callable[..., View]:
+    return b.scratch if call is not None else lambda name, *layout: b.within(KEPT, *layout)
+
+
 def _names(
     b: Builder, r: Request, choice: Choice, keys: View, D: View, call: Request | None, sequences: View | None = None
 ) -> dict[str, Any]:
@@ -82,7 +91,7 @@ def _names(
     config = choice.transitions
     if not isinstance(config, TransitionsHopperConfig):
         return named | {"BV": config.block_v, "STAGES": config.stages}
-    count, new = (r.N, b.result) if call is None else (r.N - (sequences is None), b.scratch)
+    count, new = r.N if call is None else r.N - (sequences is None), _new(b, call)
     named |= {
         "single": matrix_tile(keys, CHUNK, r.K, swizzled=True), "decays": matrix_tile(D, 1, r.K, by_rows=True),
         "BR": config.rows, "UNROLL": config.unroll, "STAGES": config.stages, "spare": 0, "forgotten": None,
@@ -124,8 +133,8 @@ def add_transitions(
         grid = (r.K // config.rows, count * r.HV)
         b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
         return named
-    rows, new = named["VP"] + named["KP"], b.result if call is None else b.scratch
-    named["transitions"] = new("transitions", (count, r.HV, rows, named["KP"]), torch.float32)
+    rows = named["VP"] + named["KP"]
+    named["transitions"] = _new(b, call)("transitions", (count, r.HV, rows, named["KP"]), torch.float32)
     own = row_strides(v=v)[1] | {"v": v}
     b.pick(transitions_kernel, (rows // config.block_v, count * r.HV), config.num_warps, named | own)
     return named
@@ -154,8 +163,7 @@ def add_reverse_transitions(
         grid = (r.K // config.rows, count * r.HV)
         b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.reverse_registers)
         return named
-    new = b.result if call is None else b.scratch
-    named["additions"] = new("additions of segments", (count, r.HV, named["VP"], named["KP"]), torch.float32)
+    named["additions"] = _new(b, call)("additions of segments", (count, r.HV, named["VP"], named["KP"]), torch.float32)
     own = row_strides(o=do)[1] | {"P": P, "do": do}
     b.pick(reverse_transitions_kernel, (named["VP"] // config.block_v, count * r.HV), config.num_warps, named | own)
     return named
