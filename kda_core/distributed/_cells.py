@@ -18,8 +18,7 @@ class Cells:
     """The cells of a grid, each of which is a call of its own: the tables of a context with ``deterministic_degree``.
 
     Args:
-        numbers: of the cells of each rank, in the order of its rows.
-        rank: this one.
+        numbers: of the cells of each rank, in the order of its rows; ``own``: those of this rank.
         grid: rows of a cell, without the last one.
         rows: of all cells.
         batch: sequences that are laid out alike.
@@ -27,7 +26,6 @@ class Cells:
         most: F, or None.
 
     Attributes:
-        own: numbers of this rank's cells.
         fragments: [P, 5, F + 1], for each of them as ``ContextParallel.fragments`` for a rank.
         slots: [2, most cells of a rank x slots of a cell], as the first rows of ``ContextParallel.slots``.
         chain: [2, cells]: the place of a cell among those of all ranks, and whether a sequence goes through the cell.

@@ -53,11 +53,10 @@ class Hooks:
 
     def begin(self, r: Request) -> Begun:
         hook = "kda_core_chunk_begin_backward" if r.needs_grad else "kda_core_chunk_begin"
-        begun = self.backend.result(hook, r)
-        if r.memo is None or hook not in r.memo:
+        begun, memo = self.backend.result(hook, r), {} if r.memo is None else r.memo
+        if hook not in memo:
             _results.check_begun(self.backend.info.name, r, begun)
-            if r.memo is not None:
-                r.memo[hook] = True
+            memo[hook] = True
         return begun
 
     begin_backward = begin
@@ -108,9 +107,10 @@ class PlainCalls:
         return Begun(matrices, additions, ())
 
     def _last(self, r: Request, values: Tensor, states: Tensor) -> Tensor:
-        options = {"save_for_backward": False, "return_intermediate_states": False, "disable_recompute": False}
-        given = {"v": values, "initial_state": states, "output_final_state": True, "intermediate_states_dtype": None}
-        asked = changed(r, **given, **options, memo=None)
+        asked = changed(
+            r, v=values, initial_state=states, output_final_state=True, save_for_backward=False,
+            disable_recompute=False, return_intermediate_states=False, intermediate_states_dtype=None, memo=None,
+        )  # fmt: skip
         return cast(Tensor, registry.choose(asked, self.backend.info.name).forward(asked).final_state)
 
     def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
@@ -241,15 +241,13 @@ def choose(call: Request, name: str | None, alone: bool, edges: bool, all_matric
     """
     if not alone:
         backend = registry.choose(call, name)
-        known = None if call.memo is None else call.memo.get(PlainCalls)
-        if known is None:
+        memo = {} if call.memo is None else call.memo
+        if PlainCalls not in memo:
             declared = Feature.CONTEXT_PARALLEL in backend.info.capabilities.features
-            known = declared and backend.rejection(Hooks.request(call)) is None
-            if call.memo is not None:
-                call.memo[PlainCalls] = known
-        if known and edges and backend.info.capabilities.edges:
+            memo[PlainCalls] = declared and backend.rejection(Hooks.request(call)) is None
+        if memo[PlainCalls] and edges and backend.info.capabilities.edges:
             return Chosen(Hooks(backend), call.memo, _within(call.memo, Edges), False)
-        if known:
+        if memo[PlainCalls]:
             return Chosen(ByFragments(Hooks(backend), all_matrices), call.memo, call.memo, False)
     call.__dict__.update(vars(PlainCalls.request(call)), memo=None)
     backend = registry.choose(call, name)

@@ -189,7 +189,7 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
 def tables(
     slots: Sequence[Sequence[Fragment]], most: int, N: int, sources: Sequence[Sequence[int]], none: int
 ) -> tuple[list[int], list[tuple[int, int, int, int]]]:
-    """What kernels and the exchange read of some slots' fragments.
+    """Tables of some slots' fragments, for kernels and for the exchange.
 
     Args:
         slots: fragments of each slot.

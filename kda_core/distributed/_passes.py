@@ -33,11 +33,8 @@ class Step:
         name: the backend that was asked for, or None.
         known: what was chosen, for tensors of the same metadata.
         given: states (gradients of final states), [N, HV, K, V], or None.
+        matrices: what the forward kept; a forward sets it.
         backward: whether ``r`` has ``saved``, ``grad_o`` and ``needs_grad``.
-
-    Attributes:
-        matrices: what a forward keeps for its backward.
-        request: what the halves get.
     """
 
     def __init__(
@@ -223,11 +220,7 @@ def _total(r: Request, s: Shared, states: list[Tensor]) -> Tensor:
 def forward(
     r: Request, s: Shared, name: str | None, known: Chosen | None = None
 ) -> tuple[ForwardResult, Tensor | None]:
-    """Run a call whose tensors are the caller's; also the matrices that its backward is given.
-
-    Args:
-        known: what an earlier call chose, for the same metadata.
-    """
+    """Run a call whose tensors are the caller's, as of ``Step``; also the matrices that its backward is given."""
     # Autocast would round the states that ranks exchange: on some ranks perhaps, whose others wait then.
     with without_autocast(r.device.type):
         given = None if r.initial_state is None else k_first(r, r.initial_state)

@@ -38,7 +38,7 @@ class Shared(NamedTuple):
     Attributes:
         before: rows of slots that are joined forward.
         padded: whether a chain of slots may be shorter than the longest.
-        known_tables: ``Tables``, or those of each cell, where a context has made them for all calls; or None.
+        known_tables: ``Tables``, or those of each cell; None: they are made in every call.
     """
 
     fragments: Tensor

@@ -442,7 +442,7 @@ def handed_over(results: Mapping[str, View | None]) -> dict[str, View | None]:
 
 
 def received(results: Mapping[str, View | None], kept: Sequence[View]) -> dict[str, View | None]:
-    """What a first half has handed over, as its second half is given it.
+    """The results of a first half by name, as parts of the inputs of its second half.
 
     Args:
         results: of the first half.

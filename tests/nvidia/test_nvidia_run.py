@@ -25,7 +25,19 @@ import triton
 from kda_core_nvidia import run, triton_private
 
 from kda_core.triton_lib.lengths import Notes
-from kda_core.triton_lib.plan import Builder, Copy, Launch, Plan, View, layout, matrix_tile
+from kda_core.triton_lib.plan import (
+    ALIGNMENT,
+    Builder,
+    Copy,
+    Launch,
+    Plan,
+    View,
+    handed_over,
+    layout,
+    matrix_tile,
+    received,
+)
+from kda_core.triton_lib.run import part
 
 
 def parameter(name: str) -> Any:
@@ -122,6 +134,29 @@ def test_a_repeated_call_is_given_what_the_first_one_was(fake, tile: bool, copie
         assert y1 == made["z"].data_ptr()
         assert made["given"] is x
         assert made["none"] is None
+
+
+def test_tensors_that_a_first_half_hands_on_lie_in_one_allocation(fake):
+    """Each at its own place there, where the second half finds it; triton is given them as tensors of their dtypes."""
+    b, x = Builder(), torch.randn(4, 32)
+    own = layout("x", x)
+    kept = {"P": b.within("kept", (3, 7), torch.bfloat16), "D": b.within("kept", (4, 32), torch.float32)}
+    made = {"o": b.result("o", (4, 32), torch.float32), **kept}
+    launch(b, (1, 1, 1), x=own, y=kept["P"], s_x=32, n=5)
+    launch(b, (1, 1, 1), x=kept["D"], y=made["o"], s_x=32, n=5)
+    call = bound_to(fake, b.plan({"x": own}, handed_over(made)), x)
+    for _ in range(2):  # through triton, then again
+        fake.clear()
+        o, memory = call().values()
+        assert memory.dtype == torch.uint8
+        assert len(memory) == 2 * ALIGNMENT
+        assert [launch[2][:2] for launch in fake] == [
+            (x.data_ptr(), memory.data_ptr()), (memory.data_ptr() + ALIGNMENT, o.data_ptr()),
+        ]  # fmt: skip
+    found = received(made, [layout("saved[0]", o), layout("saved[1]", memory)])
+    places = {"o": "saved[0]", "P": "saved[1]", "D": "saved[1]"}
+    assert found == {n: made[n]._replace(source=place) for n, place in places.items()}
+    assert torch.equal(part(memory, found["D"]), memory[ALIGNMENT:].view(torch.float32).view(4, 32))
 
 
 def test_what_is_compiled_is_found_for_other_lengths(fake):
