@@ -179,7 +179,7 @@ class Work:
             caches = itertools.cycle(like.new_zeros(slots, 3 * H * K, 4).split(N)[: slots // N])
 
             def parts(slots: Tensor) -> object:
-                y = causal_conv1d_update(mixed, next(caches), weight=taps, activation="silu")
+                y, _ = causal_conv1d_update(mixed, next(caches), weight=taps, activation="silu")
                 q, k, v = (x.view(N, 1, H, K) for x in y.split(H * K, -1))
                 o = theirs(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), ssm_state_indices=slots)[0]
                 return rms_norm_gated(o[:, 0], gate, weight, None, "sigmoid")
