@@ -81,13 +81,11 @@ def convolved(window, taps, b_bias, W: tl.constexpr):
 def convolution_forward_kernel(
     x,  # [B, T, D], the last stride 1
     weight,  # [D, W]
-    bias,  # [D] or None
-    state,  # [N, W - 1, D] or None
-    cu_seqlens,  # [N + 1] or None
+    bias, state, cu_seqlens,  # [D], [N, W - 1, D] and [N + 1], or None
     y,  # [B, T, D]
     final,  # [N, W - 1, D] or None; may be ``state`` where no sequence has more than C rows
-    s_xb, s_xt, T, N, chunks, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
-    C: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
+    s_xb, s_xt, T, N, chunks, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     _, i_n, i_b, begin, first, end, i_d = _place(cu_seqlens, T, N, chunks, (D + BD - 1) // BD, C)
     o_d = i_d * BD + tl.arange(0, BD)
@@ -128,17 +126,15 @@ def convolution_forward_kernel(
 def convolution_backward_kernel(
     x,  # [B, T, D], the last stride 1
     weight,  # [D, W]
-    bias,  # [D] or None
-    state,  # [N, W - 1, D] or None
-    cu_seqlens,  # [N + 1] or None
+    bias, state, cu_seqlens,  # [D], [N, W - 1, D] and [N + 1], or None
     dy_0, dy_1, dy_2,  # [B, T, D_0], [B, T, D_1] and [B, T, D_2]; None where a part has no channels
     dfinal,  # [N, W - 1, D] or None
     dx,  # [B, T, D]
     dweight,  # [slots, W, D] float32
     dbias,  # [slots, D] float32 or None
     dstate,  # [N, W - 1, D] or None
-    s_xb, s_xt, T, N, chunks, D: tl.constexpr, D_0: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
-    W: tl.constexpr, SILU: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
+    s_xb, s_xt, T, N, chunks, D: tl.constexpr, D_0: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, W: tl.constexpr,
+    SILU: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     # Blocks of channels begin anew with each part of dy.
     N_0: tl.constexpr = (D_0 + BD - 1) // BD

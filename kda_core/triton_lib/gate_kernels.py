@@ -45,8 +45,7 @@ def _inputs(g, A_log, dt_bias, R, HV, K: tl.constexpr, KP: tl.constexpr, ROWS: t
 @triton.jit(do_not_specialize=["lower_bound", "R", "HV"])
 def gate_forward_kernel(
     g,  # [R, HV, K]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     log_decay,  # [R, HV, K] float32
     lower_bound, R, HV, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -61,8 +60,7 @@ def gate_forward_kernel(
 @triton.jit(do_not_specialize=["lower_bound", "R", "HV"])
 def gate_backward_kernel(
     g,  # [R, HV, K]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     grad, dg,  # [R, HV, K]
     dA_log,  # [blocks, HV] float32 or None
     ddt_bias,  # [blocks, HV, K] float32 or None

@@ -16,8 +16,7 @@ def finish_kernel(
     x,  # [B, T, H, K]
     dy,  # [R, H, group, K] float32
     dx,  # [R, H, K]
-    R, T, H, group,
-    s_b, s_t, s_h,
+    R, T, H, group, s_b, s_t, s_h,
     K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)

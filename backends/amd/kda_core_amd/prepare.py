@@ -103,13 +103,12 @@ def prepare(
     D,  # [slots, HV, KP]
     X,  # [slots, HV, C, C] or None
     o,  # [B, T, HV, V]; only rows that no recurrence writes are stored
-    cu_seqlens,  # [N + 1] or None
-    indices,  # [N] or None
+    cu_seqlens, indices,  # [N + 1] and [N], or None
     scale, lower_bound,
     T, N, chunks,  # chunks of a dense sequence
     HV, group,  # value heads a key head
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
-    s_index, pad_slot_id, slots,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id,
+    slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,

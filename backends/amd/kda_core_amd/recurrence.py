@@ -113,17 +113,14 @@ def recurrence(
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the pool itself when indices is given
     h,  # [B, NT, HV, K, V] (or [..., V, K]) contiguous, or None
-    cu_seqlens,  # [N + 1] or None
-    indices,  # [N] or None
-    has_state,  # [N] bool or None
+    cu_seqlens, indices, has_state,  # [N + 1], [N] and [N] bool, or None
     final_indices,  # [N] slots of final_state, or None: indices
     checkpoints,  # [N, columns] slots of checkpoint_pool, or None
     checkpoint_pool,  # [checkpoint_slots, HV, K, V] (or [..., V, K]) or None
     T, chunks,  # chunks of a dense sequence
     HV, programs,  # N · HV
-    s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv,
-    s_index, pad_slot_id, slots, s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column,
-    columns, checkpoint_slots,
+    s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots,
+    s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column, columns, checkpoint_slots,
     every, piece,  # chunks, and rows, from checkpoint to checkpoint
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state

@@ -72,18 +72,15 @@ def recurrent(
     final_state,  # likewise, the pool itself when it is advanced in place; or None
     cu_seqlens,  # [N + 1] or None
     indices,  # [N] or [N, width], or None
-    accepted,  # [N] or None
-    has_state,  # [N] bool or None
+    accepted, has_state,  # [N] and [N] bool, or None
     final_indices,  # [N, final_width] slots of final_state, or None: indices
     records,  # [B, T, HV, 2K + V] or None
     parents,  # [N, T], tokens that the tokens continue from, or None: each from the one before it
-    scale, lower_bound,
-    T, N,
+    scale, lower_bound, T, N,
     HV, group,  # value heads a key head
-    width,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
-    s_rb, s_rt, s_rh, s_in, s_ih, s_fn, s_fh, s_row, s_column, s_accepted,
-    pad_slot_id, slots, s_has, s_final, s_final_column, final_width, final_slots,
+    width, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
+    s_rb, s_rt, s_rh, s_in, s_ih, s_fn, s_fh, s_row, s_column, s_accepted, pad_slot_id, slots, s_has, s_final,
+    s_final_column, final_width, final_slots,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
     I_K: tl.constexpr, I_V: tl.constexpr,  # strides within a state, by key and value channel, of initial_state

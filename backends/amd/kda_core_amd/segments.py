@@ -110,9 +110,7 @@ def chain_kernel(
     cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``segments_kernel``); or None
     rows, per,  # segments of each fragment, without cu_seqlens
     HV, programs,  # F · HV, or P · HV
-    sequences, count_starts,
-    s_gn, s_gh, s_gk, s_gv, s_sk, s_wk,
-    s_en, s_eh, s_ek, s_ev,
+    sequences, count_starts, s_gn, s_gh, s_gk, s_gv, s_sk, s_wk, s_en, s_eh, s_ek, s_ev,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of a state
     REVERSE: tl.constexpr,

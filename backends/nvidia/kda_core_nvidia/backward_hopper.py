@@ -238,8 +238,7 @@ def recurrences_hopper(
     v, do, initial_state, grad_final_state,
     z,  # [slots, HV, C, VP], or by pairs
     states, state_grads,  # [slots, HV, VP, KP], or by pairs
-    dv, grad_initial_state, cu_seqlens,
-    s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T, T_row, NT,
+    dv, grad_initial_state, cu_seqlens, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T, T_row, NT,
     o_scale,  # as for backward_reverse
     programs,  # of states; as many of reverse follow. Or None: the forward has stored states and z
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,

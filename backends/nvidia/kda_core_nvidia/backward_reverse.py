@@ -96,13 +96,11 @@ def recurrences_kernel(
     dv,  # [B, T, HV, V]
     grad_initial_state,  # as initial_state, or None
     cu_seqlens,  # [N + 1] or None
-    s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T, T_row, NT,
-    o_scale,
+    s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
     programs,  # of states; as many of reverse follow
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
-    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
-    V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    EVERY_SECOND: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, KP: tl.constexpr,
+    VP: tl.constexpr, BV: tl.constexpr, V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) < programs:
         states_of_sequence(

@@ -49,10 +49,9 @@ def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: tl.constexpr):
 @triton.jit
 def states_of_sequence(
     program, v, keys, X, D, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr,
-    KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
-    V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    EVERY_SECOND: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, KP: tl.constexpr,
+    VP: tl.constexpr, BV: tl.constexpr, V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = VP // BV
     i_v = program % NV

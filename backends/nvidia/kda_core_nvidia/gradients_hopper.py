@@ -154,12 +154,10 @@ def gradients_hopper(
     D,  # [slots, HV, K]
     norms,  # [slots, HV, 2, C] or None
     dbeta,  # [K / 128, tokens, HV]
-    dA_partial,  # [slots, HV, K / 128] or None
-    dbias_partial,  # [slots, HV, K] or None
+    dA_partial, dbias_partial,  # [slots, HV, K / 128] and [slots, HV, K], or None
     initial_state, grad_final_state,  # [N, HV, K, V], or None where no sequence is of one chunk
     cu_seqlens,  # [N + 1] or None
-    s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
-    scale, o_scale, lower_bound,
+    s_qh, s_kh, s_gh, s_oh, s_bt, s_bh, scale, o_scale, lower_bound,
     tokens,  # rows of dbeta; None where K is 128
     T, N, chunks,  # rows of a batch row, sequences, chunks of a dense sequence
     HV,  # value heads

@@ -372,16 +372,14 @@ def gradients_hopper_persistent(
     D,  # [slots, HV, K]
     norms,  # [slots, HV, 2, C / 2] or None
     dbeta,  # [B · T, HV]
-    dA_partial,  # [places, HV, K / 128 · warps] or None
-    dbias_partial,  # [places, HV, K] or None
+    dA_partial, dbias_partial,  # [places, HV, K / 128 · warps] and [places, HV, K], or None
     table, pair_count,  # as ``gradients_pairs`` writes them; or None where every pair of the call is whole
     dq_rows, dk_rows, dg_rows,  # tensors of dq, dk, dg, or None where every pair of the launch is whole
     far_pairs,  # [pairs · HV]: pairs and heads with decays beyond one reference point a tile, in any order; or None
     far_count,  # [1]: how many they are
     first_block,  # HV times the first pair of the table that is not whole, if the launch takes those; or None
     exchange,  # [programs, 2, 256] words of 64 bits, zeros before the first launch; None where K is 128
-    s_qh, s_kh, s_gh, s_oh, s_bt, s_bh,
-    scale, o_scale, lower_bound,
+    s_qh, s_kh, s_gh, s_oh, s_bt, s_bh, scale, o_scale, lower_bound,
     HV, blocks,  # value heads; pairs · HV · K / 128, with a table at most
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr,  # the launch takes those pairs; else it takes all, and writes down which they are

@@ -81,8 +81,7 @@ def _store_rows(
 @gluon.jit
 def load_and_store(
     q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks, s_qh, s_kh, s_gh,
-    s_oh,
-    values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
+    s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr, TAILS: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads, and that stores the gradients of rows."""

@@ -160,8 +160,7 @@ def prepare(
     q, k,  # [B, T, H, K]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C] or None with an inverse
     D,  # [slots, HV, KP]
@@ -169,8 +168,7 @@ def prepare(
     norms,  # [slots, HV, 2, C] or None; read with an inverse, else written
     inverse,  # float32 or None: X as an earlier run wrote it; beside 16-bit rows X00, X10, X11 [slots, HV, 3, 16, 16]
     o,  # [B, T, HV, V]; only rows that no recurrence writes
-    cu_seqlens,  # [N + 1] or None
-    indices,  # [N] or None
+    cu_seqlens, indices,  # [N + 1] and [N], or None
     scale, lower_bound, T, N,
     chunks,  # chunks of a dense sequence
     HV,

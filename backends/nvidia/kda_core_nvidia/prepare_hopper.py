@@ -43,8 +43,7 @@ def prepare_hopper(
     q, k, g,  # descriptors of [B · T rows, ..] by [2 C, 64], or PAIRED by [C, 64]
     keys,  # descriptor of [slots · HV · 3 · C, KP] by [C, 64]
     beta,  # [B, T, HV], rows at s_bt
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     P,  # [slots, HV, C, C] or None with an inverse
     D,  # [slots, HV, KP]
     X,  # [slots, HV, C, C], or in float32 as inverse; or None
@@ -53,16 +52,14 @@ def prepare_hopper(
     o,  # [B, T, HV, V]; only rows that no recurrence writes
     values,  # descriptor of v like that of k, or None
     initial_state, final_state, has_state, final_indices,  # as in recurrence_hopper, or None
-    cu_seqlens,  # [N + 1] or None
-    indices,  # [N] or None
+    cu_seqlens, indices,  # [N + 1] and [N], or None
     progress,  # as in ``progress_hopper``, of dense calls whose recurrence follows; or None
     scale, lower_bound, T, N,
     chunks,  # chunks of a dense sequence
     HV,
     group,  # value heads a key head
-    s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id,
-    slots,
-    s_vh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale,
+    s_qh, s_kh, s_gh, s_bt, s_bh, s_ob, s_ot, s_oh, s_index, pad_slot_id, slots, s_vh, s_in, s_ih, s_ik, s_iv, s_fn,
+    s_fh, s_fk, s_fv, s_has, s_final, final_slots, o_scale,
     followers,  # with progress: programs of the recurrence
     stay,  # with progress: programs that stay beside one of the recurrence
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,

@@ -247,10 +247,9 @@ def _specialized(multiplies, loads, stores, STORERS: gl.constexpr):
 
 @gluon.jit
 def _sequence(
-    i_n, i_h, i_v,
-    pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens, indices, has_state,
-    progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh,
-    s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
+    i_n, i_h, i_v, pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens,
+    indices, has_state, progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik,
+    s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr, LAST_STATE: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, FINISHED: gl.constexpr, ODD: gl.constexpr,
@@ -397,15 +396,13 @@ def recurrence_hopper(
     z, states,  # for a backward by pairs of chunks, as in ``backward_hopper``, or None
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the pool itself when indices is given
-    cu_seqlens,  # [N + 1] or None
-    indices,  # [N] or None
-    has_state,  # [N] bool or None
+    cu_seqlens, indices, has_state,  # [N + 1], [N] and [N] bool, or None
     progress,  # as in ``progress_hopper``, where it follows ``prepare_hopper`` pair by pair; or None
     final_indices,  # [N] slots of final_state, or None: indices
     T, N,
     chunks,  # chunks of a dense sequence
-    HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id,
-    slots, s_has, s_final, final_slots,
+    HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots,
+    s_has, s_final, final_slots,
     o_scale,  # what qg and P leave of the scale
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,

@@ -103,15 +103,13 @@ def recurrent(
     v,  # [B, T, HV, V]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the same tensor when it is advanced in place
     o,  # [B, T, HV, V]
     cu_seqlens,  # [N + 1] or None
     indices,  # [N, width] slots or None
-    accepted,  # [N] or None
-    has_state,  # [N] bool or None
+    accepted, has_state,  # [N] and [N] bool, or None
     final_indices,  # [N, final_width] slots of final_state, or None: indices
     records,  # [B, T, HV, 2K + V] or None
     commit,  # [N, C, HV, 2K + V] or None: records that come first
@@ -121,15 +119,15 @@ def recurrent(
     scale, lower_bound, T, N,
     # strides by sequence (the token's when packed), token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
-    s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: tl.int64, C, M,
-    s_in, s_ih, s_fn, s_fh, s_index: tl.int64, s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64,
-    slots, s_has: tl.int64, s_final: tl.int64, s_final_slot: tl.int64, final_width, final_slots,
+    s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: tl.int64, C, M, s_in, s_ih, s_fn, s_fh, s_index: tl.int64,
+    s_slot: tl.int64, s_accepted: tl.int64, width, pad_slot_id: tl.int64, slots, s_has: tl.int64, s_final: tl.int64,
+    s_final_slot: tl.int64, final_width, final_slots,
     HV: tl.constexpr,
     GROUP: tl.constexpr,  # value heads a key head
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, KS: tl.constexpr, BV: tl.constexpr,
     # strides within a state, by key and value channel, of initial_state and final_state
-    I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr,
-    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, V_FIRST: tl.constexpr,
+    I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr, GATE: tl.constexpr,
+    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, V_FIRST: tl.constexpr,
     IN_PLACE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop

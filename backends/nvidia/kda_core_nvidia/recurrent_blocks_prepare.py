@@ -30,21 +30,18 @@ def blocks_prepare(
     q, k,  # [B, T, H, K]
     g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    A_log, dt_bias,  # [HV] and [HV, K], or None
     planes,  # [slots, HV, 6, 16, KP] float16
     squares,  # [slots, HV, 2, 16, 16] float16
     factors,  # [slots, HV, 3 * 16 + KP] float32
     o,  # [B, T, HV, V]; only rows that no recurrence writes
-    cu_seqlens,  # [N + 1] or None
-    indices,  # [N] or None
+    cu_seqlens, indices,  # [N + 1] and [N], or None
     scale, lower_bound, T, N,
     blocks,  # blocks of a dense sequence
-    s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov,
-    s_index: tl.int64, pad_slot_id: tl.int64, slots,
+    s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh, s_ov, s_index: tl.int64,
+    pad_slot_id: tl.int64, slots,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    EXACT_OUT: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, EXACT_OUT: tl.constexpr,
     BOUNDED: tl.constexpr,  # decays are at least exp(−5) a row
     TERMS: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # the recurrence may start, and wait, before this kernel ends

@@ -21,11 +21,9 @@ from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, TOP, locate, product,
 @triton.jit
 def follow(
     planes, squares, factors, v, initial_state, final_state, o, p_has, p_final, i_state, row, length, slot, i_h, i_v,
-    pad_slot_id, final_slots,
-    s_vn, s_vt, s_vh, s_on, s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    I_K: tl.constexpr, I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    pad_slot_id, final_slots, s_vn, s_vt, s_vh, s_on, s_ot, s_oh, s_ov, s_in, s_ih, s_fn, s_fh,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, I_K: tl.constexpr,
+    I_V: tl.constexpr, F_K: tl.constexpr, F_V: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One sequence: its state from its one load to its one store.
 

@@ -175,8 +175,7 @@ def chain_kernel(
     cu_seqlens,  # [F + 1]: boundaries of fragments in segments of ``rows`` rows (``segments_kernel``); or None
     rows,
     per,  # segments of each fragment, without cu_seqlens
-    sequences, count_starts,
-    s_gn, s_gh, s_gk, s_gv, s_sk, s_wk,
+    sequences, count_starts, s_gn, s_gh, s_gk, s_gv, s_sk, s_wk,
     s_m, s_mi, s_mo,  # strides of matrices by segment and head, and by channels of what they multiply and of the result
     s_part,  # from the first part to the second
     s_a, s_ak, s_av,  # strides of additions by segment and head, and by channels
