@@ -201,24 +201,20 @@ def _reverse_of_sequence(
     fence_async_shared()
     block_barrier()
 
-    S, _ = gl.warp_specialize(
-        [
-            (_reverse, (
-                S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
-                s_buffer, v_buffer, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
-            )),
-            (_load_for_reverse, (
-                gradients, pairs, single, P, decays, row0.to(gl.int32), i_h * s_oh + i_v * BV, slot0, i_h, length,
-                ready, free, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, BV, STAGES,
-            )),
-            (_store_for_reverse, (
-                state_grads, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer, HV, V, C, KP, BV,
-                STAGES, OUT, STORERS, EVERY_SECOND, ODD,
-            )),
-        ],
-        [1, STORERS],
-        [40, 40],
-    )  # fmt: skip
+    S, _ = gl.warp_specialize([
+        (_reverse, (
+            S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
+            s_buffer, v_buffer, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
+        )),
+        (_load_for_reverse, (
+            gradients, pairs, single, P, decays, row0.to(gl.int32), i_h * s_oh + i_v * BV, slot0, i_h, length, ready,
+            free, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, BV, STAGES,
+        )),
+        (_store_for_reverse, (
+            state_grads, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer, HV, V, C, KP, BV,
+            STAGES, OUT, STORERS, EVERY_SECOND, ODD,
+        )),
+    ], [1, STORERS], [40, 40])  # fmt: skip
     if grad_initial_state is not None:
         p_state = grad_initial_state + i_nh.to(gl.int64) * (K * V)
         S = S * gl.where(length == 0, 1.0, o_scale * (1 / LIFT))

@@ -241,21 +241,17 @@ def states_of_sequence(
     fence_async_shared()
     block_barrier()
 
-    gl.warp_specialize(
-        [
-            (_states, (
-                S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer, s_buffer,
-                z_buffer, minus_eye, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
-            )),
-            (_load_for_states, (
-                values, single, X, decays, row0.to(gl.int32), i_h * s_vh + i_v * BV, slot0, i_h, length, ready, free,
-                ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer, HV, C, KP, BV, STAGES,
-            )),
-            (_store_for_states, (
-                states, z, place0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, KP, BV, STAGES,
-                OUT, STORERS, EVERY_SECOND,
-            )),
-        ],
-        [1, STORERS],
-        [40, 40],
-    )  # fmt: skip
+    gl.warp_specialize([
+        (_states, (
+            S, p_v, s_vt, length, ready, full, empty, ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer, s_buffer,
+            z_buffer, minus_eye, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
+        )),
+        (_load_for_states, (
+            values, single, X, decays, row0.to(gl.int32), i_h * s_vh + i_v * BV, slot0, i_h, length, ready, free,
+            ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer, HV, C, KP, BV, STAGES,
+        )),
+        (_store_for_states, (
+            states, z, place0, i_h, i_v, length, free, full, empty, s_buffer, z_buffer, HV, V, C, KP, BV, STAGES, OUT,
+            STORERS, EVERY_SECOND,
+        )),
+    ], [1, STORERS], [40, 40])  # fmt: skip

@@ -422,27 +422,16 @@ def gradients_hopper_persistent(
         mbarrier.init(rows_done.index(i), count=1)
     fence_async_shared()
     block_barrier()
-    gl.warp_specialize(
-        [
-            (
-                _gradients,
-                (
-                    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-                    far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV,
-                    blocks, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1,
-                    o_0, o_1, s, ds, pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR,
-                    BETA_SIGMOID, BETA_SCALE,
-                ),
-            ),
-            (
-                loads.load_and_store,
-                (
-                    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks,
-                    s_qh, s_kh, s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places,
-                    g_places, z_0, z_1, o_0, o_1, s, ds, K, V, C, FAR, dq_rows is not None,
-                ),
-            ),
-        ],
-        [1],
-        [tiles.LOADER_REGISTERS],
-    )  # fmt: skip
+    gl.warp_specialize([
+        (_gradients, (
+            beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
+            far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks,
+            values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
+            pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
+        )),
+        (loads.load_and_store, (
+            q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks, s_qh, s_kh,
+            s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0,
+            o_1, s, ds, K, V, C, FAR, dq_rows is not None,
+        )),
+    ], [1], [tiles.LOADER_REGISTERS])  # fmt: skip

@@ -190,20 +190,16 @@ def reverse_transitions_hopper(
     o_k = gl.arange(0, KP, layout=gl.SliceLayout(0, L_W))
     W = gl.where(o_r[:, None] == o_k[None, :], 1.0, 0.0)
     a = gl.full([BR, V], 0.0, gl.float32, L_A)
-    W, a, gone = gl.warp_specialize(
-        [
-            (_multiply_forwards, (
-                W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, BR, C, KP, V,
-                STAGES, UNROLL, EVERY or sequences is not None,
-            )),
-            (_load_forwards, (
-                pairs, single, P, decays, gradients, row0, i_h * s_oh, slot0, i_h, n, ready, free, stop, pair_buffer,
-                ka_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, V, STAGES,
-            )),
-        ],
-        [1],
-        [40],
-    )  # fmt: skip
+    W, a, gone = gl.warp_specialize([
+        (_multiply_forwards, (
+            W, a, n, length, ready, free, stop, pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer, BR, C, KP, V,
+            STAGES, UNROLL, EVERY or sequences is not None,
+        )),
+        (_load_forwards, (
+            pairs, single, P, decays, gradients, row0, i_h * s_oh, slot0, i_h, n, ready, free, stop, pair_buffer,
+            ka_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, V, STAGES,
+        )),
+    ], [1], [40])  # fmt: skip
     at = i_nh.to(gl.int64)
     if EVERY:
         W = transitions.without_forgotten(W, gone)

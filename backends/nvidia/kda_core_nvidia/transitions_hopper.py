@@ -245,20 +245,16 @@ def _segment(
     o_k = gl.arange(0, KP, layout=gl.SliceLayout(0, L_X))
     X = gl.where(o_r[:, None] == o_k[None, :], 1.0, 0.0)
     b = gl.full([BR, V], 0.0, gl.float32, L_B)
-    X, b, gone = gl.warp_specialize(
-        [
-            (_multiply, (
-                X, b, n, length, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer, BR, C, KP, V, STAGES,
-                UNROLL, EVERY,
-            )),
-            (_load, (
-                single, decays, values, row0, i_h * s_vh, slot0, i_h, n, ready, free, stop, ka_buffer, ke_buffer,
-                v_buffer, d_buffer, HV, C, KP, V, STAGES,
-            )),
-        ],
-        [1],
-        [40],
-    )  # fmt: skip
+    X, b, gone = gl.warp_specialize([
+        (_multiply, (
+            X, b, n, length, ready, free, stop, ka_buffer, ke_buffer, v_buffer, d_buffer, BR, C, KP, V, STAGES, UNROLL,
+            EVERY,
+        )),
+        (_load, (
+            single, decays, values, row0, i_h * s_vh, slot0, i_h, n, ready, free, stop, ka_buffer, ke_buffer, v_buffer,
+            d_buffer, HV, C, KP, V, STAGES,
+        )),
+    ], [1], [40])  # fmt: skip
     at = i_nh.to(gl.int64)
     at_x = o_r[:, None] * KP + o_k[None, :]
     if EVERY:
