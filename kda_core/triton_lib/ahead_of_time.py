@@ -193,7 +193,7 @@ class Tool:
         parser.add_argument("--quick", action="store_true", help="only the commonest configuration of every kernel")
         parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at once")
         if self.sizes:
-            parser.add_argument("--large", action="store_true", help="for tensors of any size; checks addresses, too")
+            parser.add_argument("--large", action="store_true", help="for tensors of any size")
         chosen = parser.parse_args(arguments)
         large = self.sizes and chosen.large
         _QUEUE[:] = [

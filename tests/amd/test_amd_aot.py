@@ -12,6 +12,7 @@ from pathlib import Path
 import installed
 import pytest
 import torch
+from addresses import Hazard, hazards
 
 installed.need_backend("amd")
 installed.need_package("triton")
@@ -23,8 +24,10 @@ from kda_core_amd import aot
 from kda_core_amd.aot import TOOL
 from kda_core_amd.choose import ARCHITECTURES, CONFIGS, FOREIGN_ARCHITECTURE
 from kda_core_amd.plugin import BACKEND, SERVED_ARCHITECTURES
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 from kda_core import triton_lib
 from kda_core.request import Request
@@ -101,13 +104,41 @@ def test_quick_is_a_part_of_everything():
     assert {x.launch.name for x in quick} == {x.launch.name for x in every} >= {n.split(",")[0] for n in KERNELS}
 
 
+def address_hazards(text: str) -> list[Hazard]:
+    """Addresses in the text of a module whose offset may have wrapped at 32 bits, buffer instructions included."""
+    return hazards(text, ("amdg.buffer_", "amdgpu.buffer_"), ("amdg.buffer_load",))
+
+
+def _wrong(architecture: str, quick: bool) -> list[tuple[str, str, Hazard]]:
+    """Addresses that may wrap in the kernels for tensors of any size, after AMD's pointer canonicalisation."""
+    found = []
+    for job in TOOL.shipped(architecture, quick=quick, large=True):
+        source, options = TOOL.source(job)
+        target, context = TOOL.target(job), ir.context()
+        backend = make_backend(target)
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        options = backend.parse_options(options)
+        given = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+        module = backend.make_ttir(source.make_ir(target, *given), {}, options)
+        text = str(backend.make_ttgir(module, {}, options))
+        assert "tt.addptr" in text or "buffer_" in text
+        found += [(job.launch.name, job.name, x) for x in address_hazards(text)]
+    return found
+
+
+def test_no_address_of_the_narrowest_chip_wraps():
+    """FAILURES 15, for the quick part of what is shipped."""
+    assert _wrong("gfx1100", quick=True) == []
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_addresses_are_64_bit(kernel: str):
     """FAILURES 15: in the IR that triton emits, and again after AMD's pointer canonicalisation, no offset may wrap."""
     compiled = TOOL.compile(_job("gfx942", kernel, large=True))
     assert "tt.addptr" in compiled.asm["ttir"]
     for stage in ("ttir", "ttgir"):
-        assert aot.address_hazards(compiled.asm[stage]) == []
+        assert address_hazards(compiled.asm[stage]) == []
 
 
 @triton.jit
@@ -163,7 +194,7 @@ def _loaded_times_stride(x, s, n):
 def _hazards(kernel, stage: str) -> int:
     source = ASTSource(kernel, {"x": "*fp32", "s": "i32", "n": "i32"}, {})
     target, options = GPUTarget("hip", "gfx942", 64), {"enable_fp_fusion": True}
-    return len(aot.address_hazards(triton.compile(source, target=target, options=options).asm[stage]))
+    return len(address_hazards(triton.compile(source, target=target, options=options).asm[stage]))
 
 
 @pytest.mark.parametrize("stage", ["ttir", "ttgir"])
@@ -217,6 +248,7 @@ def test_every_architecture_is_configured():
 def test_everything_that_is_shipped(architecture: str):
     """The command that CI runs, for tensors of any size: resources and addresses of every configuration."""
     assert TOOL.main(["--arch", architecture, "--large"]) == 0
+    assert _wrong(architecture, quick=False) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import installed
 import pytest
 import torch
+from addresses import hazards
 
 installed.need_backend("nvidia")
 installed.need_package("triton")
@@ -23,7 +24,6 @@ from triton.backends.compiler import BaseBackend
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import native_specialize_impl
 
-from kda_core.triton_lib.addresses import hazards
 from kda_core.triton_lib.ahead_of_time import Job, inference
 
 KERNELS = {

@@ -20,7 +20,6 @@ from triton.backends.compiler import GPUTarget
 from kda_core.request import AnyRequest
 from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.triton_lib import ahead_of_time as tool
-from kda_core.triton_lib.addresses import Hazard, hazards
 from kda_core.triton_lib.plan import Plan, View
 from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, LEAST_ROWS, MOST_KEYS, MOST_SEGMENTS, Architecture
@@ -53,11 +52,7 @@ POINTER_RANGE = 32
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a compiled kernel: registers of a lane, spilled registers, bytes of stack and of local data share.
-
-    Attributes:
-        wrong: addresses that may wrap.
-    """
+    """Resources of a compiled kernel: registers and spilled ones of a lane, bytes of stack and of local data share."""
 
     vgprs: int
     vgpr_spills: int
@@ -65,7 +60,6 @@ class Resources:
     stack: int
     lds: int
     waves: float = 0
-    wrong: tuple[Hazard, ...] = ()
 
     def __str__(self) -> str:
         registers = f"{self.vgprs:3d} VGPRs {self.vgpr_spills:3d} spilled {self.stack:4d} B stack"
@@ -84,7 +78,7 @@ class Resources:
             found.append(f"{self.vgpr_spills} spilled registers, at most {limit} allowed")
         if self.lds > lds:
             found.append(f"{self.lds} bytes of local data share, {lds} available")
-        return found + [f"32-bit address: {h.line} ({h.reason})" for h in self.wrong]
+        return found
 
 
 def occupancy(vgprs: int, lds: int, num_warps: int, target: Architecture) -> float:
@@ -173,11 +167,6 @@ def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
     return [*found, *gates, *tool.commit_calls(), *tool.layer_calls(quick)]
 
 
-def address_hazards(ir: str) -> list[Hazard]:
-    """Addresses in the text of a module whose offset may have wrapped at 32 bits, buffer instructions included."""
-    return hazards(ir, ("amdg.buffer_", "amdgpu.buffer_"), ("amdg.buffer_load",))
-
-
 class _Tool(tool.Tool):
     package, description = "kda_core_amd", "Compile for AMD GPUs: registers, spills, local data share."
     chips = MappingProxyType({name: chip for name, chip in ARCHITECTURES.items() if name != FOREIGN_ARCHITECTURE})
@@ -201,7 +190,7 @@ class _Tool(tool.Tool):
         names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         numbers = [int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in names]
         waves = occupancy(numbers[0], lds, job.launch.num_warps, ARCHITECTURES[job.arch])
-        return Resources(*numbers, lds, waves, tuple(address_hazards(kernel.asm["ttgir"])) if job.large else ())
+        return Resources(*numbers, lds, waves)
 
 
 TOOL = _Tool()
