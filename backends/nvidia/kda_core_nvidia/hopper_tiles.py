@@ -36,7 +36,7 @@ COLUMNS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
@@ -139,7 +139,7 @@ def decay_unit(a, lower_bound, GATE: gl.constexpr, BOUNDED: gl.constexpr):
 def sums_of_rows(y, unit):
     """The sum of each row and those before it, and the log2 decay of all, [4, 64]."""
     row = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS))), 0), 2)
-    x = gl.associative_scan(y, 1, _add)
+    x = gl.associative_scan(y, 1, add)
     # The last row by adding zeros, as integers: compilers leave that out.
     last = gl.sum(gl.where(row == 15, x.to(gl.int32, bitcast=True), 0), axis=1).to(gl.float32, bitcast=True)
     return x, last * unit

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kda_core.triton_lib import decay
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16
+from kda_core.triton_lib.inverse import add_pairs, inverse_16, store_square
 from kda_core.triton_lib.levels import straddles, to_reference
 from kda_core.triton_lib.packing import is_padding, sequence_of_slot
 from kda_core.triton_lib.parts import split, two_parts
@@ -123,13 +123,6 @@ def _widen_gate(x, BK: tl.constexpr):
             pack=2,
         )
     return _widen(x, BK)
-
-
-@triton.jit
-def _pairs(left_q, left_k, right, m, el, DOT: tl.constexpr):
-    """Add left_q · rightᵀ to m and left_k · rightᵀ to el."""
-    right = tl.trans(right)
-    return tl.dot(left_q, right, m, input_precision=DOT), tl.dot(left_k, right, el, input_precision=DOT)
 
 
 @triton.jit
@@ -258,7 +251,7 @@ def prepare(
             k_norm0 = tl.load(norms + p_norms + C)
             k_norm1 = tl.load(norms + p_norms + C + 16)
         if X is not None:
-            _store_square(X + p_square, x00, tl.zeros([16, 16], tl.float32), x10, x11, C)
+            store_square(X + p_square, x00, x10, x11, C)
         a00, a00_rest, a10, a10_rest, a11, a11_rest = _writing(
             x00 * beta0[:, None], x10 * beta1[:, None], x11 * beta1[:, None], k_norm0, k_norm1, dtype
         )
@@ -335,11 +328,11 @@ def prepare(
             k_f0 = b_k0 * tl.exp2(-x0)
             k_f1 = b_k1 * tl.exp2(-x1)
             if inverse is None:
-                m00, l00 = _pairs(q_e0.to(dtype), k_e0.to(dtype), k_f0.to(dtype), m00, l00, DOT)
-                m11, l11 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f1.to(dtype), m11, l11, DOT)
+                m00, l00 = add_pairs(q_e0.to(dtype), k_e0.to(dtype), k_f0.to(dtype), m00, l00, DOT)
+                m11, l11 = add_pairs(q_e1.to(dtype), k_e1.to(dtype), k_f1.to(dtype), m11, l11, DOT)
             k_f0 *= total0
             if inverse is None:
-                m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_f0.to(dtype), m10, l10, DOT)
+                m10, l10 = add_pairs(q_e1.to(dtype), k_e1.to(dtype), k_f0.to(dtype), m10, l10, DOT)
             to_start = total0 * (1.0 / decay.BOUNDED_SCALE)
             to_end = total1 * decay.BOUNDED_SCALE
             q_e0 *= 1.0 / decay.BOUNDED_SCALE
@@ -361,7 +354,7 @@ def prepare(
             k_g0 = b_k0 * tl.exp2(decay.selected_sum(decay.after(r, r), parts0, TERMS))
             k_g1 = b_k1 * tl.exp2(decay.selected_sum(decay.after(r, r), parts1, TERMS))
             if inverse is None:
-                m10, l10 = _pairs(q_e1.to(dtype), k_e1.to(dtype), k_g0.to(dtype), m10, l10, DOT)
+                m10, l10 = add_pairs(q_e1.to(dtype), k_e1.to(dtype), k_g0.to(dtype), m10, l10, DOT)
             q_e1 *= total0
             k_e1 *= total0
             k_g0 *= total1
@@ -391,10 +384,9 @@ def prepare(
         x11 = inverse_16(l11 * (k_norm1[:, None] * (beta1 * k_norm1)[None, :]), r, r, SMALL_DOT)
         l10 *= k_norm1[:, None] * (beta0 * k_norm0)[None, :]
         x10 = -tl.dot(x11, tl.dot(l10, x00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
-        above = tl.zeros([16, 16], tl.float32)
         if X is not None:
             if X.dtype.element_ty == dtype:
-                _store_square(X + p_square, x00, above, x10, x11, C)
+                store_square(X + p_square, x00, x10, x11, C)
             else:
                 tl.store(X + p_tiles, x00)
                 tl.store(X + p_tiles + 256, x10)
@@ -405,7 +397,7 @@ def prepare(
         p00 = tl.dot(m00, a00, input_precision=SMALL_DOT)
         p11 = tl.dot(m11, a11, input_precision=SMALL_DOT)
         p10 = tl.dot(m11, a10, tl.dot(m10, a00, input_precision=SMALL_DOT), input_precision=SMALL_DOT)
-        _store_square(P + p_square, p00, above, p10, p11, C)
+        store_square(P + p_square, p00, p10, p11, C)
 
         # kg was written by other threads of this program, without the norms of k.
         tl.debug_barrier()
@@ -444,13 +436,3 @@ def _written(a00, a00_rest, a10, a10_rest, a11, a11_rest, k_g0, k_g1, zero, DOT:
     k_a0 = _product(a10, a10_rest, k_g1, k_a0, DOT)
     k_a1 = _product(a11, a11_rest, k_g1, zero, DOT)
     return k_a0.to(k_g0.dtype), k_a1.to(k_g0.dtype)
-
-
-@triton.jit
-def _store_square(p_square, b00, b01, b10, b11, C: tl.constexpr):
-    """Store a 32×32 matrix from its four 16×16 blocks."""
-    dtype = p_square.dtype.element_ty
-    tl.store(p_square, b00.to(dtype))
-    tl.store(p_square + 16, b01.to(dtype))
-    tl.store(p_square + 16 * C, b10.to(dtype))
-    tl.store(p_square + 16 * C + 16, b11.to(dtype))

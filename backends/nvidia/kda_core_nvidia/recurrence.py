@@ -31,6 +31,15 @@ _NUMBERS = [
 """Parameters that the compiler must not look at: most of them change with the lengths of the sequences."""
 
 
+@triton.jit
+def _keep(pool, S, i_kept, i_h, o_v, o_k, m_k, s_n, s_h, s_k, s_v, V: tl.constexpr):
+    """Store a state in slot ``i_kept`` of a pool; -1: nowhere."""
+    p_kept = pool + i_kept * s_n + i_h * s_h
+    p_kept += o_v[:, None].to(tl.int64) * s_v + o_k[None, :].to(tl.int64) * s_k
+    m_kept = (o_v < tl.where(i_kept < 0, 0, V))[:, None] & m_k[None, :]
+    tl.store(p_kept, S.to(pool.dtype.element_ty), mask=m_kept)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def recurrence(
     keys,  # [slots, HV, 3, C, KP]: a pointer, or a descriptor of [slots · HV · 3 · C, KP] by [C, KP]
@@ -144,10 +153,7 @@ def recurrence(
             i_kept = checkpoint_slot(
                 checkpoints, i_n, i, every, columns, s_row, s_column, pad_slot_id, checkpoint_slots
             )  # fmt: skip
-            p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
-            p_kept += o_v[:, None].to(tl.int64) * s_cv + o_k[None, :].to(tl.int64) * s_ck
-            m_kept = (o_v < tl.where(i_kept < 0, 0, V))[:, None] & m_k[None, :]
-            tl.store(p_kept, S.to(checkpoint_pool.dtype.element_ty), mask=m_kept)
+            _keep(checkpoint_pool, S, i_kept, i_h, o_v, o_k, m_k, s_cn, s_ch, s_ck, s_cv, V)
         b_s = S.to(dtype)
         if dtype == tl.float32:
             b_r = tl.trans(b_v) - tl.dot(b_s, tl.trans(k_e), input_precision=DOT)
@@ -166,10 +172,7 @@ def recurrence(
         i_kept = checkpoint_slot(
             checkpoints, i_n, tl.where(ends, count, 0), every, columns, s_row, s_column, pad_slot_id, checkpoint_slots
         )  # fmt: skip
-        p_kept = checkpoint_pool + i_kept * s_cn + i_h * s_ch
-        p_kept += o_v[:, None].to(tl.int64) * s_cv + o_k[None, :].to(tl.int64) * s_ck
-        m_kept = (o_v < tl.where(i_kept < 0, 0, V))[:, None] & m_k[None, :]
-        tl.store(p_kept, S.to(checkpoint_pool.dtype.element_ty), mask=m_kept)
+        _keep(checkpoint_pool, S, i_kept, i_h, o_v, o_k, m_k, s_cn, s_ch, s_ck, s_cv, V)
     if LAST_STATE:
         if i_n < tl.num_programs(0) // HV - 1:
             return

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from kda_core.triton_lib.packing import is_padding, starts_from_state
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
+from kda_core_nvidia.hopper_tiles import add
 from kda_core_nvidia.progress_hopper import prepared
 from kda_core_nvidia.recurrence_stores_hopper import halves, place_of, store_chunks, unknown
 
@@ -27,11 +28,6 @@ _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
     "o_scale",
 ]  # fmt: skip
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -432,7 +428,7 @@ def recurrence_hopper(
             bos = gl.load(cu_seqlens + n, mask=n < N, other=0)
             length = gl.load(cu_seqlens + n + 1, mask=n < N, other=0) - bos
             left = (n < N) & ((length <= 0) | (length > 2 * C))
-            numbers = gl.associative_scan(left.to(gl.int32), 0, _add)
+            numbers = gl.associative_scan(left.to(gl.int32), 0, add)
             items = gl.max(numbers, 0) * (HV * BLOCKS)
             for i in range(item, items, gl.num_programs(0)):
                 i_n = first + gl.sum((numbers <= i // BLOCKS // HV).to(gl.int32), 0)
