@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from kda_core._torch_private import fake_tensors
 from kda_core.reference import DIFFERENTIABLE
@@ -40,15 +41,9 @@ DIVISIBLE = ["tt.divisibility", 16]
 """Attribute of an integer or an address that 16 divides."""
 
 TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.bool: "i1",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.bool: "i1", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
 """Triton's names of dtypes."""
 
 DRAFTS = 3
@@ -80,6 +75,7 @@ class Job:
         return {**self.launch.arguments, **compile_options(self.launch)}
 
 
+@dataclass(frozen=True, eq=False)
 class Tool:
     """The facts about a vendor's chips and compiler, and the command ``python -m <package>.aot``.
 
@@ -87,6 +83,11 @@ class Tool:
         package: of the backend.
         chips: facts of a chip by the name of its architecture.
         usual: architectures that are compiled for when none is named.
+        plans: names of calls and their plans for a chip, which between them launch every shipped configuration of every
+            kernel; or, where its last argument is true, the commonest one of every kernel.
+        of_tensor: triton's type of a tensor or a tile, and its attributes.
+        target: triton's target.
+        resources: of a compiled kernel: an object with a text, and ``problems(job)``, why it must not be shipped.
         sizes: the compiler is told whether tensors are below 2 GiB.
     """
 
@@ -94,35 +95,15 @@ class Tool:
     description: str
     chips: Mapping[str, Any]
     usual: Sequence[str]
-    sizes = False
-
-    def plans(self, chip: Any, quick: bool) -> Iterable[tuple[str, Plan]]:
-        """Names of calls and their plans, which between them launch every shipped configuration of every kernel.
-
-        Args:
-            quick: the commonest configuration of every kernel.
-        """
-        raise NotImplementedError
+    plans: Callable[[Any, bool], Iterable[tuple[str, Plan]]]
+    of_tensor: Callable[[Any, Job], tuple[str, list[list[Any]]]]
+    target: Callable[[Job], Any]
+    resources: Callable[[Job, Any], Any]
+    sizes: bool = False
 
     @cache  # noqa: B019 - a tool lives as long as its module
     def _planned(self, arch: str, quick: bool) -> tuple[tuple[str, Plan], ...]:
         return tuple(self.plans(self.chips[arch], quick))
-
-    def of_tensor(self, x: Any, job: Job) -> tuple[str, list[list[Any]]]:
-        """Triton's type of a tensor or a tile, and its attributes."""
-        raise NotImplementedError
-
-    def source_type(self, job: Job) -> Any:
-        """The class of what triton compiles."""
-        return ASTSource
-
-    def target(self, job: Job) -> Any:
-        """Triton's target."""
-        raise NotImplementedError
-
-    def resources(self, job: Job, kernel: Any) -> Any:
-        """Resources of a compiled kernel: an object with a text, and ``problems(job)``, why it must not be shipped."""
-        raise NotImplementedError
 
     def source(self, job: Job) -> tuple[ASTSource, dict[str, Any]]:
         """The specialisation that triton compiles for a launch, by triton's own rules, and its options."""
@@ -145,7 +126,8 @@ class Tool:
                 constants[(i,)] = value
             if known:
                 attributes[(i,)] = known
-        return self.source_type(job)(job.kernel, signature, constants, attributes), arguments
+        kind = GluonASTSource if job.kernel.is_gluon() else ASTSource
+        return kind(job.kernel, signature, constants, attributes), arguments
 
     def compile(self, job: Job) -> Any:
         """Compile a launch; the result's ``asm`` holds every stage's text."""

@@ -167,33 +167,30 @@ def _calls(quick: bool) -> list[tuple[str, AnyRequest]]:
     return [*found, *gates, *tool.commit_calls(), *tool.layer_calls(quick)]
 
 
-class _Tool(tool.Tool):
-    package, description = "kda_core_amd", "Compile for AMD GPUs: registers, spills, local data share."
-    chips = MappingProxyType({name: chip for name, chip in ARCHITECTURES.items() if name != FOREIGN_ARCHITECTURE})
-    usual = tuple(chips)
-    sizes = True
-
-    def plans(self, chip: Architecture, quick: bool) -> Iterator[tuple[str, Plan]]:
-        yield from ((name, plan_of(call, chip)) for name, call in _calls(quick))
-        for case in fragments(quick):
-            yield from tool.halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
-
-    def of_tensor(self, x: View, job: tool.Job) -> tuple[str, list[list[Any]]]:
-        # As triton's ROCm launcher tells the compiler of tensors below 2 GiB.
-        return "*" + tool.TYPES[x.dtype], [tool.DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * (not job.large)
-
-    def target(self, job: tool.Job) -> Any:
-        return GPUTarget("hip", job.arch, ARCHITECTURES[job.arch].wave)
-
-    def resources(self, job: tool.Job, kernel: Any) -> Resources:
-        text, lds = kernel.asm["amdgcn"], kernel.metadata.shared
-        names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-        numbers = [int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in names]
-        waves = occupancy(numbers[0], lds, job.launch.num_warps, ARCHITECTURES[job.arch])
-        return Resources(*numbers, lds, waves)
+def plans(chip: Architecture, quick: bool) -> Iterator[tuple[str, Plan]]:
+    yield from ((name, plan_of(call, chip)) for name, call in _calls(quick))
+    for case in fragments(quick):
+        yield from tool.halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
 
 
-TOOL = _Tool()
+def _of_tensor(x: View, job: tool.Job) -> tuple[str, list[list[Any]]]:
+    # As triton's ROCm launcher tells the compiler of tensors below 2 GiB.
+    return "*" + tool.TYPES[x.dtype], [tool.DIVISIBLE] + [["tt.pointer_range", POINTER_RANGE]] * (not job.large)
+
+
+def _resources(job: tool.Job, kernel: Any) -> Resources:
+    text, lds = kernel.asm["amdgcn"], kernel.metadata.shared
+    names = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    numbers = [int(re.search(rf"\.{name}:\s*(\d+)", text)[1]) for name in names]
+    return Resources(*numbers, lds, occupancy(numbers[0], lds, job.launch.num_warps, ARCHITECTURES[job.arch]))
+
+
+_CHIPS = MappingProxyType({name: chip for name, chip in ARCHITECTURES.items() if name != FOREIGN_ARCHITECTURE})
+
+TOOL = tool.Tool(
+    "kda_core_amd", "Compile for AMD GPUs: registers, spills, local data share.", _CHIPS, tuple(_CHIPS),
+    plans, _of_tensor, lambda job: GPUTarget("hip", job.arch, ARCHITECTURES[job.arch].wave), _resources, sizes=True,
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(TOOL.main())

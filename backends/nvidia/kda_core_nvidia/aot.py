@@ -22,8 +22,6 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from kda_core.request import Request
 from kda_core.testing.cases import BF16, FP16, FP32, Case
@@ -269,42 +267,37 @@ def fragments(quick: bool = False) -> list[Case]:
     return found + [case.having(options={"state_v_first": True}) for case in packed]
 
 
-class _Tool(tool.Tool):
-    package, description = "kda_core_nvidia", "Compile for NVIDIA GPUs: registers, stack, shared memory."
-    chips = MappingProxyType({str(arch): chip for arch, chip in CHIPS.items()})
-    usual = ("80", "89", "90", "100", "120")
-
-    def plans(self, chip: Chip, quick: bool) -> Iterator[tuple[str, Plan]]:
-        for case in fragments(quick):
-            yield from tool.halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
-        for case, name, call in _calls(quick):
-            yield name, plan_of(call, chip)
-            if case is not None and call.needs_grad and "descriptors" in case.tags:
-                # The backward as calls with many slots have it.
-                r = metadata(call)
-                yield f"{name}, descriptors", plan_backward(r, choose_backward(r, chip, many=0))
-
-    def of_tensor(self, x: Any, job: tool.Job) -> tuple[str, list[list[Any]]]:
-        if isinstance(x, View):
-            return "*" + tool.TYPES[x.dtype], [tool.DIVISIBLE] * x.aligned
-        stated = x.swizzled or x.by_rows
-        layout = f",{shared_layout(x.base.dtype, x.block, x.by_rows)!r}" if stated else ""
-        return f"tensordesc<{tool.TYPES[x.base.dtype]}{list(x.block)}{layout}>", []
-
-    def source_type(self, job: tool.Job) -> Any:
-        return GluonASTSource if job.kernel.is_gluon() else ASTSource
-
-    def target(self, job: tool.Job) -> Any:
-        return GPUTarget("cuda", int(job.arch), 32)
-
-    def resources(self, job: tool.Job, kernel: Any) -> Resources:
-        cubin = kernel.asm["cubin"]
-        usage = _tool("--dump-resource-usage", cubin)
-        registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-        return Resources(registers, stack, kernel.metadata.shared, cubin)
+def plans(chip: Chip, quick: bool) -> Iterator[tuple[str, Plan]]:
+    for case in fragments(quick):
+        yield from tool.halves(case, lambda r, half: plan_of(r, chip, half=half), lambda r: saved_specs(r, chip))
+    for case, name, call in _calls(quick):
+        yield name, plan_of(call, chip)
+        if case is not None and call.needs_grad and "descriptors" in case.tags:
+            # The backward as calls with many slots have it.
+            r = metadata(call)
+            yield f"{name}, descriptors", plan_backward(r, choose_backward(r, chip, many=0))
 
 
-TOOL = _Tool()
+def _of_tensor(x: Any, job: tool.Job) -> tuple[str, list[list[Any]]]:
+    if isinstance(x, View):
+        return "*" + tool.TYPES[x.dtype], [tool.DIVISIBLE] * x.aligned
+    stated = x.swizzled or x.by_rows
+    layout = f",{shared_layout(x.base.dtype, x.block, x.by_rows)!r}" if stated else ""
+    return f"tensordesc<{tool.TYPES[x.base.dtype]}{list(x.block)}{layout}>", []
+
+
+def _resources(job: tool.Job, kernel: Any) -> Resources:
+    cubin = kernel.asm["cubin"]
+    usage = _tool("--dump-resource-usage", cubin)
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    return Resources(registers, stack, kernel.metadata.shared, cubin)
+
+
+TOOL = tool.Tool(
+    "kda_core_nvidia", "Compile for NVIDIA GPUs: registers, stack, shared memory.",
+    MappingProxyType({str(arch): chip for arch, chip in CHIPS.items()}), ("80", "89", "90", "100", "120"),
+    plans, _of_tensor, lambda job: GPUTarget("cuda", int(job.arch), 32), _resources,
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(TOOL.main())
