@@ -40,18 +40,12 @@ class TritonBackend:
 
     def __init__(self, module: str, distributions: tuple[str, ...] = ("triton",), **info: Any) -> None:
         self._module, self._distributions = module, distributions
-        self._info = BackendInfo(
-            contract=SpecifierSet("~=1.2"),
-            device_types=("cuda", "cpu") if INTERPRET else ("cuda",),
-            capabilities=Capabilities(
-                features=FEATURES_1_2 | {Feature.CONTEXT_PARALLEL},
-                dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
-                max_head_dim_k=MAX_HEAD_DIM,
-                max_head_dim_v=MAX_HEAD_DIM,
-                edges=True,
-            ),
-            **info,
-        )
+        capabilities = Capabilities(
+            features=FEATURES_1_2 | {Feature.CONTEXT_PARALLEL}, edges=True, max_head_dim_k=MAX_HEAD_DIM,
+            max_head_dim_v=MAX_HEAD_DIM, dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        )  # fmt: skip
+        kinds = ("cuda", "cpu") if INTERPRET else ("cuda",)
+        self._info = BackendInfo(contract=SpecifierSet("~=1.2"), device_types=kinds, capabilities=capabilities, **info)
 
     def __getattr__(self, name: str) -> Any:
         # Not a property: pluggy reads every attribute that dir() lists, and this one imports triton.

@@ -188,19 +188,14 @@ MOST_NOTED = 32
 _FIRST = {Request: "q", GateRequest: "g", ShortConvolutionRequest: "x", GatedNormRequest: "x"}
 """Kinds of calls whose plans are noted, and the tensor whose first sizes are the lengths."""
 
-_BY_TOKEN = frozenset(
-    {
-        *("q", "k", "v", "g", "beta", "out", "records", "x", "gate"),
-        *("grad_o", "grad_output", "grad_second", "grad_third"),
-    }
-)
-_BY_SEQUENCE = frozenset(
-    {
-        *("initial_state", "grad_final_state", "ssm_state_indices", "has_initial_state", "final_state_indices"),
-        *("checkpoint_indices", "num_accepted_tokens", "commit", "num_committed", "parents", "commit_path"),
-        *("cu_seqlens", "cu_seqlens_cpu"),
-    }
-)
+_BY_TOKEN = {
+    "q", "k", "v", "g", "beta", "out", "records", "x", "gate", "grad_o", "grad_output", "grad_second", "grad_third",
+}  # fmt: skip
+_BY_SEQUENCE = {
+    "initial_state", "grad_final_state", "ssm_state_indices", "has_initial_state", "final_state_indices", "commit",
+    "checkpoint_indices", "num_accepted_tokens", "num_committed", "parents", "commit_path", "cu_seqlens",
+    "cu_seqlens_cpu",
+}  # fmt: skip
 
 
 def _is_by_sequence(name: str, request: Any) -> bool:

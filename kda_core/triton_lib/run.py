@@ -79,13 +79,10 @@ class PublicPlan:
     ready = True
 
     def __init__(
-        self,
-        plan: Plan,
-        names: Sequence[str],
-        device: torch.device,
+        self, plan: Plan, names: Sequence[str], device: torch.device,
         launch: Callable[[Launch, Sequence[Any], Mapping[str, Any]], None] = launch_publicly,
         descriptor: Callable[[Tile, Tensor], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._launch, self._descriptor = launch, descriptor
         self._plan, self._rest = plan, (names, device, launch, descriptor)
         numbers = {n: i for i, n in enumerate(names)}

@@ -62,15 +62,13 @@ INTERPRETED = "gfx942"
 
 # Sources: LLVM's AMDGPU target description (register granules, waves a SIMD), AMD's CDNA and RDNA 3 ISA manuals (LDS),
 # its data sheets (compute units of one die of an MI250X, of an MI300X, an MI355X and an RX 7900 XTX).
-ARCHITECTURES = MappingProxyType(
-    {
-        "gfx90a": Architecture("gfx90a", 64, 64 * KIB, 512, 8, 8, 110),
-        "gfx942": Architecture("gfx942", 64, 64 * KIB, 512, 8, 8, 304),
-        "gfx950": Architecture("gfx950", 64, 160 * KIB, 512, 8, 8, 256),
-        "gfx1100": Architecture("gfx1100", 32, 64 * KIB, 1536, 24, 16, 96, simds=2),
-        FOREIGN_ARCHITECTURE: Architecture(FOREIGN_ARCHITECTURE, 32, 99 * KIB, 512, 8, 16, 132),
-    }
-)
+ARCHITECTURES = MappingProxyType({
+    "gfx90a": Architecture("gfx90a", 64, 64 * KIB, 512, 8, 8, 110),
+    "gfx942": Architecture("gfx942", 64, 64 * KIB, 512, 8, 8, 304),
+    "gfx950": Architecture("gfx950", 64, 160 * KIB, 512, 8, 8, 256),
+    "gfx1100": Architecture("gfx1100", 32, 64 * KIB, 1536, 24, 16, 96, simds=2),
+    FOREIGN_ARCHITECTURE: Architecture(FOREIGN_ARCHITECTURE, 32, 99 * KIB, 512, 8, 16, 132),
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,50 +113,44 @@ def _table(*configs: Config) -> dict[tuple[int, int], Config]:
 _JOIN = _table(Config(16, 4, keys=32))
 _STEP = _table(Config(32, 2), Config(32, 4), Config(32, 2), Config(32, 4))
 _RECURRENCES = _table(Config(32, 2), Config(32, 2), Config(32, 4))
-_CDNA = MappingProxyType(
-    {
-        "prepare": _table(Config(32, 1)),
-        "recurrence": _table(Config(32, 2, 2), Config(32, 2), Config(32, 4)),
-        "recurrent": _STEP,
-        "recurrent, V first": _STEP,
-        "join": _JOIN,
-        "states": _RECURRENCES,
-        "reverse": _RECURRENCES,
-        "gradients": _table(Config(32, 4)),
-    }
-)
+_CDNA = MappingProxyType({
+    "prepare": _table(Config(32, 1)),
+    "recurrence": _table(Config(32, 2, 2), Config(32, 2), Config(32, 4)),
+    "recurrent": _STEP,
+    "recurrent, V first": _STEP,
+    "join": _JOIN,
+    "states": _RECURRENCES,
+    "reverse": _RECURRENCES,
+    "gradients": _table(Config(32, 4)),
+})  # fmt: skip
 # Chosen for the fewest spilled registers: a lane has 256, operands of the matrix unit lie in both halves of a wave, and
 # float32 has no matrix unit, so that whole rows of its operands lie in every lane. Hence few key channels at a time.
 _WIDE_STEP = {shape: Config(c.block, 2 * c.num_warps) for shape, c in _STEP.items()}
 _FEW_KEYS = _table(Config(16, 2, keys=32), Config(16, 4, keys=32), Config(16, 16, keys=64))
-_RDNA = MappingProxyType(
-    {
-        "prepare": _table(*[Config(16, 4, level_loop=True)] * 2, Config(16, 8, level_loop=True)),
-        # Checkpoints need addresses beside the state: smaller blocks leave room for them.
-        "recurrence": _table(Config(16, 2, keys=32), Config(16, 4, keys=16), Config(16, 16, keys=64)),
-        "recurrent": _WIDE_STEP,
-        "recurrent, V first": _WIDE_STEP,
-        "join": _table(Config(16, 16, keys=32, level_loop=True)),
-        "states": _FEW_KEYS,
-        "reverse": _table(Config(16, 2, keys=32), Config(16, 4, keys=16), Config(16, 8, keys=32)),
-        "gradients": _table(Config(16, 16, level_loop=True)),
-    }
-)
+_RDNA = MappingProxyType({
+    "prepare": _table(*[Config(16, 4, level_loop=True)] * 2, Config(16, 8, level_loop=True)),
+    # Checkpoints need addresses beside the state: smaller blocks leave room for them.
+    "recurrence": _table(Config(16, 2, keys=32), Config(16, 4, keys=16), Config(16, 16, keys=64)),
+    "recurrent": _WIDE_STEP,
+    "recurrent, V first": _WIDE_STEP,
+    "join": _table(Config(16, 16, keys=32, level_loop=True)),
+    "states": _FEW_KEYS,
+    "reverse": _table(Config(16, 2, keys=32), Config(16, 4, keys=16), Config(16, 8, keys=32)),
+    "gradients": _table(Config(16, 16, level_loop=True)),
+})  # fmt: skip
 # For tests alone; all but that of gradients are the fastest of a few on an H200, whose lanes have 255 registers and
 # whose warps are RDNA's.
 _FOREIGN_RECURRENCES = _table(Config(32, 2, 2), Config(32, 4), Config(16, 4))
-_FOREIGN = MappingProxyType(
-    {
-        "prepare": _table(Config(16, 1), Config(16, 1), Config(16, 2)),
-        "recurrence": _FOREIGN_RECURRENCES,
-        "recurrent": _table(Config(32, 1), Config(32, 1), Config(64, 2)),
-        "recurrent, V first": _table(Config(16, 1)),
-        "join": _JOIN,
-        "states": _FOREIGN_RECURRENCES,
-        "reverse": _FOREIGN_RECURRENCES,
-        "gradients": _table(Config(16, 8)),
-    }
-)
+_FOREIGN = MappingProxyType({
+    "prepare": _table(Config(16, 1), Config(16, 1), Config(16, 2)),
+    "recurrence": _FOREIGN_RECURRENCES,
+    "recurrent": _table(Config(32, 1), Config(32, 1), Config(64, 2)),
+    "recurrent, V first": _table(Config(16, 1)),
+    "join": _JOIN,
+    "states": _FOREIGN_RECURRENCES,
+    "reverse": _FOREIGN_RECURRENCES,
+    "gradients": _table(Config(16, 8)),
+})  # fmt: skip
 CONFIGS = MappingProxyType(
     {"gfx90a": _CDNA, "gfx942": _CDNA, "gfx950": _CDNA, "gfx1100": _RDNA, FOREIGN_ARCHITECTURE: _FOREIGN}
 )

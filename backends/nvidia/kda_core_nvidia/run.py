@@ -89,21 +89,14 @@ class Encoded(dict[int, Any]):
         return found
 
 
-class _Map(NamedTuple):
-    """A descriptor of a launch: its place, the slot of its address, and those that are known."""
-
-    place: int
-    slot: int
-    known: Encoded
-
-
 class _Call(NamedTuple):
     """A step: its descriptors, the function, its arguments, and which places among them take which slots of a call.
 
-    ``arguments`` is None for a step of torch, whose function takes the tensors that are held.
+    A descriptor is its place, the slot of its address, and those that are known. ``arguments`` is None for a step of
+    torch, whose function takes the tensors that are held.
     """
 
-    maps: tuple[_Map, ...]
+    maps: tuple[tuple[int, int, Encoded], ...]
     function: Callable[..., Any]
     arguments: list[Any] | None
     moves: tuple[tuple[int, int], ...] = ()
@@ -137,7 +130,7 @@ class _Launch(NamedTuple):
         arguments = self.arguments.copy()
         for place, number in self.numbers:
             arguments[place] = values[number]
-        maps = tuple([_Map(place, slot, Encoded(encode, shape(values))) for place, slot, encode, shape in self.tiles])
+        maps = tuple([(place, slot, Encoded(encode, shape(values))) for place, slot, encode, shape in self.tiles])
         return _Call(maps, self.entry.call, arguments, self.moves)
 
 
@@ -225,10 +218,6 @@ class _Binder:
         self._places: dict[tuple[str, int], int] = {}
         self._parts: dict[str, list[tuple[int, int]]] = {n: [] for n in plan.buffers}
 
-    def _slot(self) -> int:
-        self.filled_in += 1
-        return len(self.inputs) + self.filled_in
-
     def _place(self, x: View) -> int:
         """The slot of a view's address."""
         # For the few that are a ``Number``: each has plans of its own.
@@ -238,7 +227,8 @@ class _Binder:
             return 1 + number
         found = self._places.get((x.source, offset))
         if found is None:
-            found = self._places[x.source, offset] = self._slot()
+            self.filled_in += 1
+            found = self._places[x.source, offset] = len(self.inputs) + self.filled_in
             if number is None:
                 self._parts[x.source].append((found, offset))
             else:
