@@ -308,26 +308,17 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     tokens = descriptors and r.cu_seqlens is None and T % CHUNK == 0 and VP == V and do.dtype == dtype
     dv = _dense_like(r.v, "dv")
     tokens = tokens and all(chunk.row_aligned(x.cut(0, t)) for t in turns for x in (do, dv))
+    halves: tuple[BackwardChoice, ...] = ()
+    if not (half or fragments or paired) and halved(request, chip):
+        halves = tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
     return BackwardChoice(
-        halves=tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
-        if not (half or fragments or paired) and halved(request, chip)
-        else (),
-        segment_rows=rows,
-        bounded=decays_bounded(r),
-        precision=chunk.precision(dtype, chip),
-        prepare=chunk.choose_prepare(r, chip, again=bool(r.saved)),
-        turns=turns,
-        states=states,
-        reverse=reverse,
-        kept=kept,
-        gradients=gradients,
-        operand=chip.arch == 90 and config.recurrences.block_v >= 64,
-        descriptors=descriptors,
-        tokens=tokens,
-        transitions=transitions,
+        halves, segment_rows=rows, bounded=decays_bounded(r), precision=chunk.precision(dtype, chip),
+        prepare=chunk.choose_prepare(r, chip, again=bool(r.saved)), turns=turns, states=states, reverse=reverse,
+        kept=kept, gradients=gradients, operand=chip.arch == 90 and config.recurrences.block_v >= 64,
+        descriptors=descriptors, tokens=tokens, transitions=transitions,
         # Segments and packed sequences have other kernels between.
         overlap=chip.overlaps and not (fragments or rows) and r.cu_seqlens is None and most * HV <= MOST_OVERLAP,
-    )
+    )  # fmt: skip
 
 
 def _as_read(x: View) -> View:

@@ -136,20 +136,15 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
         prepare = finishing(r, prepare, chip)
         prepare = prepare if keeps else followed(r, prepare, chip)
+    if hopper:
+        recurrence = chunk.hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, chunk.short(r))
+    else:
+        recurrence = recurrence_config(chip, dtype, K, V, heads, h)
     return ForwardChoice(
-        prepare=prepare,
-        recurrence=chunk.hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, chunk.short(r))
-        if hopper
-        else recurrence_config(chip, dtype, K, V, heads, h),
-        precision=chunk.precision(dtype, chip),
-        segment_rows=rows,
-        saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request),
-        bounded=decays_bounded(r),
+        prepare, recurrence, chunk.precision(dtype, chip), segment_rows=rows,
+        saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request), bounded=decays_bounded(r),
         # Rows of a descriptor are counted in 32 bits.
-        descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31,
-        transitions=transitions,
-        keeps_states=keeps,
-        # Others have another kernel ahead, which writes the initial states.
-        overlap=chip.overlaps and not (fragments or rows),
-        most_programs=4 * chip.multiprocessors,
-    )
+        descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31, transitions=transitions,
+        # Calls that are cut have another kernel ahead, which writes the initial states.
+        keeps_states=keeps, overlap=chip.overlaps and not (fragments or rows), most_programs=4 * chip.multiprocessors,
+    )  # fmt: skip
