@@ -20,6 +20,7 @@ from kda_core_nvidia.backward_states_hopper import (
 )
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 from kda_core_nvidia.recurrence_hopper import halves, store_state
+from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
 
@@ -166,12 +167,8 @@ def _reverse_of_sequence(
     dtype: gl.constexpr = dv.dtype.element_ty
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
     L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
-    PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
-    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
     STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
-    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     NV: gl.constexpr = V // BV
     i_v = program % NV
@@ -189,11 +186,7 @@ def _reverse_of_sequence(
         into = gl.where(length == 0, 1.0, LIFT / o_scale)
         S = load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * into
 
-    pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
-    a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-    p_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    o_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+    pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer = chunk_buffers(dtype, 2 * C, C, KP, BV, STAGES)
     s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
     v_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
     ready, free = pair_of_barriers(STAGES)

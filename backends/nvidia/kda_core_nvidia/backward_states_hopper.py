@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
-from kda_core_nvidia.recurrence_stores_hopper import halves, place_of, store_state_block
+from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, place_of, store_state_block
 from kda_core_nvidia.transitions_hopper import pair_of_barriers
 
 
@@ -204,11 +204,9 @@ def states_of_sequence(
     dtype: gl.constexpr = v.dtype.element_ty
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
     L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
-    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
     STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, KP], dtype)
-    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     NV: gl.constexpr = V // BV
     i_v = program % NV
@@ -223,11 +221,7 @@ def states_of_sequence(
     if initial_state is not None:
         S = load_state(initial_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE)
 
-    ke_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-    ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-    x_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+    ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer = chunk_buffers(dtype, C, C, KP, BV, STAGES)
     s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
     z_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
     ready, free = pair_of_barriers(STAGES)

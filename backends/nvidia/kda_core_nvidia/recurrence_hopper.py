@@ -22,7 +22,7 @@ from kda_core.triton_lib.packing import is_padding, starts_from_state
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 from kda_core_nvidia.hopper_tiles import add
 from kda_core_nvidia.progress_hopper import prepared
-from kda_core_nvidia.recurrence_stores_hopper import halves, place_of, store_chunks, unknown
+from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, place_of, store_chunks, unknown
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
@@ -292,16 +292,9 @@ def _sequence(
         rows_o = p_o + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
         value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
 
-        PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
-        SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
         SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
         VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
-        ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
-        a_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-        p_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-        v_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-        d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+        pair_buffer, a_buffer, p_buffer, v_buffer, d_buffer = chunk_buffers(dtype, 2 * C, C, KP, BV, STAGES)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for s in gl.static_range(STAGES):

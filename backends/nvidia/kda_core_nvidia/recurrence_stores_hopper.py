@@ -26,6 +26,20 @@ def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def chunk_buffers(
+    dtype: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Room for STAGES chunks: ROWS rows of keys, kA, a square, C rows of WIDTH channels, and D."""
+    keys = gl.allocate_shared_memory(dtype, [STAGES, ROWS, KP], gl.NVMMASharedLayout.get_default_for([ROWS, KP], dtype))
+    ka = gl.allocate_shared_memory(dtype, [STAGES, C, KP], gl.NVMMASharedLayout.get_default_for([C, KP], dtype))
+    squares = gl.allocate_shared_memory(dtype, [STAGES, C, C], gl.NVMMASharedLayout.get_default_for([C, C], dtype))
+    rows = gl.allocate_shared_memory(dtype, [STAGES, C, WIDTH], gl.NVMMASharedLayout.get_default_for([C, WIDTH], dtype))
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], gl.NVMMASharedLayout(0, 32, 2))
+    return keys, ka, squares, rows, decays
+
+
+@gluon.jit
 def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexpr):
     """Twice the first pair of sequence ``i_n``, whose first slot is ``slot0``: the same unless slots may be ODD."""
     place = slot0

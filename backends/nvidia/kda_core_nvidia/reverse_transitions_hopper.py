@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from kda_core_nvidia import transitions_hopper as transitions
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
+from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers
 
 
 @gluon.jit
@@ -149,11 +150,6 @@ def reverse_transitions_hopper(
     dtype: gl.constexpr = single.dtype
     L_W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
     L_A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
-    PAIR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * C, KP], dtype)
-    SINGLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], dtype)
-    ROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
 
     i_part = gl.program_id(0)
@@ -175,11 +171,7 @@ def reverse_transitions_hopper(
             same = gl.load(sequences + i_n - 1) == gl.load(sequences + i_n)
             n = gl.where(same, (length + C - 1) // C, 0)
 
-    pair_buffer = gl.allocate_shared_memory(dtype, [STAGES, 2 * C, KP], PAIR)
-    ka_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, KP], SINGLE)
-    p_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    o_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, V], VALUES)
-    d_buffer = gl.allocate_shared_memory(gl.float32, [STAGES, 1, KP], ROW)
+    pair_buffer, ka_buffer, p_buffer, o_buffer, d_buffer = chunk_buffers(dtype, 2 * C, C, KP, V, STAGES)
     stop = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready, free = transitions.pair_of_barriers(STAGES)
     stop.store(gl.full([1], 0, gl.int32, ONE))
