@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from operator import attrgetter, or_
 from types import MappingProxyType
@@ -117,14 +117,11 @@ class Calls:
     """
 
     def __init__(
-        self,
-        plan_of: Callable[..., Plan],
-        chip: Callable[[torch.device], Any],
+        self, plan_of: Callable[..., Plan], chip: Callable[[torch.device], Any],
         chips: Mapping[str, Any] = MappingProxyType({}),
         saved_specs: Callable[[Request, Any], tuple[TensorSpec, ...]] = lambda request, chip: (),
-        bind: Callable[[Plan, Sequence[str], torch.device], Callable[..., Results]] = PublicPlan,
-        most: int = MAX_PLANS,
-    ) -> None:
+        bind: Callable[[Plan, Sequence[str], torch.device], Callable[..., Results]] = PublicPlan, most: int = MAX_PLANS,
+    ) -> None:  # fmt: skip
         self._plan_of, self._chip, self._bind, self._most = plan_of, chip, bind, most
         self._chips, self._saved_specs = chips, saved_specs
         self._holders: deque[tuple[dict[Any, Any], Hashable]] = deque()
@@ -320,14 +317,11 @@ def _backward_of(request: AnyRequest, saved: tuple[TensorSpec, ...]) -> AnyReque
         needs = frozenset(n for n in ("g", "A_log", "dt_bias") if getattr(request, n) is not None)
         return replace(request, grad_output=grad, needs_grad=needs)
     needs = frozenset(n for n in DIFFERENTIABLE if getattr(request, n) is not None)
-    changed = {
-        "saved": tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in saved),
-        "grad_o": torch.empty(request.v.shape, dtype=request.v.dtype, device="meta"),
-        "needs_grad": needs,
-    }
-    if request.output_final_state:
-        changed["grad_final_state"] = torch.empty(request.state_shape, dtype=request.state_dtype, device="meta")
-    return replace(request, **changed)
+    empty = partial(torch.empty, device="meta")
+    kept = tuple(empty(x.shape, dtype=x.dtype) for x in saved)
+    last = empty(request.state_shape, dtype=request.state_dtype) if request.output_final_state else None
+    grad_o = empty(request.v.shape, dtype=request.v.dtype)
+    return replace(request, saved=kept, grad_o=grad_o, needs_grad=needs, grad_final_state=last)
 
 
 def _described(name: str, plan: Plan, chip: Any) -> CallPlan:

@@ -331,13 +331,13 @@ def test_descriptors_stay_bounded(fake):
     bound = fake.bind(plan, ("x",), CPU)
     for x in given[:2]:
         bound([x], [x.data_ptr()])
-    maps = [m for epoch in bound._epochs for call in epoch.calls for m in call.maps]
-    assert maps
-    for m in maps:
-        m.known.most = 3
+    tables = [known for epoch in bound._epochs for call in epoch.calls for _, _, known in call.maps]
+    assert tables
+    for known in tables:
+        known.most = 3
     for x in given:
         bound([x], [x.data_ptr()])
-    assert all(0 < len(m.known) <= 3 for m in maps)
+    assert all(0 < len(known) <= 3 for known in tables)
 
 
 class Triton36:

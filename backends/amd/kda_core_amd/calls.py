@@ -35,11 +35,9 @@ def chip(device: torch.device) -> choose.Architecture:
 
 
 _HALVES = {
-    "begin": fragments.plan_begin,
-    "finish": fragments.plan_finish,
-    "begin_backward": fragments.plan_begin_backward,
-    "finish_backward": fragments.plan_finish_backward,
-}
+    "begin": fragments.plan_begin, "finish": fragments.plan_finish,
+    "begin_backward": fragments.plan_begin_backward, "finish_backward": fragments.plan_finish_backward,
+}  # fmt: skip
 
 
 def plan_of(

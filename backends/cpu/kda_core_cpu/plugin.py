@@ -15,18 +15,14 @@ from kda_core_cpu import __version__, chunk_backward, chunk_forward, commit, gat
 from kda_core_cpu.results import saved_spec
 
 _INFO = BackendInfo(
-    name="cpu",
-    version=__version__,
-    contract=SpecifierSet("~=1.2"),
-    device_types=("cpu",),
-    priority=10,
+    name="cpu", version=__version__, contract=SpecifierSet("~=1.2"), device_types=("cpu",), priority=10,
     capabilities=Capabilities(
         features=FEATURES_1_2,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
         closed={Feature.CONTEXT_PARALLEL: "it has no hooks in halves; the core makes plain calls of it"},
     ),
     summary="vectorised torch: chunk and recurrent form, hand-derived backward, any log decay",
-)
+)  # fmt: skip
 
 
 def _served_by(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:

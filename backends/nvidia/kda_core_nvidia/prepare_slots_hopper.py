@@ -272,11 +272,8 @@ def prepare_slots(
     k_norm0 = tiles.norm_of_rows(k_sum0, kept, 2, L2NORM, WHOLE)
     k_norm1 = tiles.norm_of_rows(k_sum1, kept, 3, L2NORM, WHOLE)
     if AGAIN:
-        xt00, xt10, xt11 = (
-            square.kept_square(inverses, 0),
-            square.kept_square(inverses, 1),
-            square.kept_square(inverses, 2),
-        )
+        xt00, xt10 = square.kept_square(inverses, 0), square.kept_square(inverses, 1)
+        xt11 = square.kept_square(inverses, 2)
     else:
         q_norm1 = tiles.norm_of_rows(q_sum1, kept, 1, L2NORM, WHOLE) * scale
         q_norm = gl.where(odd, q_norm1, tiles.norm_of_rows(q_sum0, kept, 0, L2NORM, WHOLE) * scale)

@@ -334,22 +334,17 @@ def _sequence(
         fence_async_shared()
         block_barrier()
 
-        S = _specialized(
-            (
-                p_state, given, s_iv, s_ik, K, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer,
-                a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
-                L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
-            ),
-            (
-                pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot, HV, i_h,
-                length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
-            ),
-            (
-                p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, free, full, empty, o_buffer, z_buffer,
-                s_buffer, V, C, KP, BV, STAGES, OUT, STORERS,
-            ),
-            STORERS,
-        )  # fmt: skip
+        S = _specialized((
+            p_state, given, s_iv, s_ik, K, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer,
+            a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
+            L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
+        ), (
+            pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot, HV, i_h,
+            length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+        ), (
+            p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, free, full, empty, o_buffer, z_buffer,
+            s_buffer, V, C, KP, BV, STAGES, OUT, STORERS,
+        ), STORERS)  # fmt: skip
 
         writes = i_n >= 0
         if LAST_STATE:

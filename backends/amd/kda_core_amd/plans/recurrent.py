@@ -40,9 +40,8 @@ def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, Vie
     s_column, width = _columns(indices)
     s_final_column, final_width = _columns(r.final_state_indices)
     state = final_state if r.initial_state is None else r.initial_state
-    chosen = f.config(
-        "recurrent, V first" if r.state_v_first else "recurrent", torch.float32 if state is None else state.dtype
-    )
+    name = "recurrent, V first" if r.state_v_first else "recurrent"
+    chosen = f.config(name, torch.float32 if state is None else state.dtype)
     BV = min(chosen.block, f.names["VP"])
     s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
     s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
@@ -52,12 +51,9 @@ def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, Vie
     f.launch(
         recurrent, chosen, sequences * r.HV * -(-r.V // BV), o=o, initial_state=r.initial_state,
         final_state=final_state, records=r.records, parents=b.dense(r.parents), accepted=accepted, width=width,
-        **strides,
-        s_rb=s_rb if r.cu_seqlens is None else 0, s_rt=s_rt, s_rh=s_rh,
-        s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
-        s_row=f.names["s_index"], s_column=s_column, s_final_column=s_final_column,
-        final_width=final_width,
+        s_rb=s_rb if r.cu_seqlens is None else 0, s_rt=s_rt, s_rh=s_rh, s_in=s_in, s_ih=s_ih, s_fn=s_fn, s_fh=s_fh,
+        s_row=f.names["s_index"], s_column=s_column, s_final_column=s_final_column, final_width=final_width,
         s_accepted=0 if accepted is None else accepted.stride(0), BV=BV, UNIT=unit, I_K=I_K, I_V=I_V, F_K=F_K, F_V=F_V,
-        EVERY_TOKEN=r.writes_every_token,
+        EVERY_TOKEN=r.writes_every_token, **strides,
     )  # fmt: skip
     return finish_output(b, r, o), final_state

@@ -36,9 +36,7 @@ STEP_WARPS = 4
 
 WITHOUT_LAYER: dict[str, Any] = {
     **dict.fromkeys(("x", "weight", "bias", "conv_state", "inputs", "gate", "norm_weight")), "eps": 0.0,
-    **dict.fromkeys(
-        ("s_xn", "s_xt", "s_xi", "s_ti", "s_cs", "s_cr", "s_cd", "s_an", "s_at", "s_ah", "TAPS"), 0
-    ),
+    **dict.fromkeys(("s_xn", "s_xt", "s_xi", "s_ti", "s_cs", "s_cr", "s_cd", "s_an", "s_at", "s_ah", "TAPS"), 0),
 }  # fmt: skip
 """Arguments of ``recurrent_draft`` for what is around it in a layer."""
 
