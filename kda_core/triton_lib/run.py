@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -137,12 +136,3 @@ class PublicPlan:
             self._launch(step, arguments, options)
 
         return launch
-
-
-def run_plan(plan: Plan, request: Any, bind: Callable[..., Callable[..., Results]] = PublicPlan) -> Results:
-    """Run a plan that was made for ``request``, once; its results by name."""
-    tensors = {n: x for n, x in vars(request).items() if isinstance(x, Tensor)}
-    tensors |= {f"saved[{i}]": x for i, x in enumerate(getattr(request, "saved", ()))}
-    inputs = [tensors[n] for n in plan.inputs]
-    with nullcontext() if is_current(request.device) else torch.cuda.device(request.device):
-        return bind(plan, tuple(plan.inputs), request.device)(inputs, [x.data_ptr() for x in inputs])

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from plan_runs import run_plan
 
 from kda_core.request import GateRequest, Request
 from kda_core.triton_lib.calls import Calls
 from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.plan import Builder, Copy, Launch, Plan, Sum, layout, matrix_tile, metadata
-from kda_core.triton_lib.run import PublicPlan, compile_options, run_plan
+from kda_core.triton_lib.run import PublicPlan, compile_options
 
 CPU = torch.device("cpu")
 

@@ -161,7 +161,7 @@ class Choices:
     def forward(self, r):
         from kda_core_nvidia.choose import INTERPRETED, choose_forward
         from kda_core_nvidia.plans.forward import plan_forward
-        from kda_core_nvidia.run import run_plan
+        from plan_runs import run_on_nvidia as run_plan
 
         from kda_core.triton_lib.plan import metadata
 
@@ -176,7 +176,7 @@ class Choices:
         from kda_core_nvidia.choose import INTERPRETED, choose_backward
         from kda_core_nvidia.choose.backward import heads_of
         from kda_core_nvidia.plans.backward import plan_backward
-        from kda_core_nvidia.run import run_plan
+        from plan_runs import run_on_nvidia as run_plan
 
         from kda_core.triton_lib.plan import metadata
 

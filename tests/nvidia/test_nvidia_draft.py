@@ -7,6 +7,7 @@ from dataclasses import replace
 import installed
 import pytest
 import torch
+from plan_runs import run_on_nvidia as run_plan
 from torch import Tensor
 
 installed.need_backend("nvidia")
@@ -14,7 +15,7 @@ installed.need_backend("nvidia")
 from kda_core_nvidia.choose import choose_recurrent
 from kda_core_nvidia.choose.recurrent import recurrent_config
 from kda_core_nvidia.plans.recurrent import plan_recurrent
-from kda_core_nvidia.run import chip, run_plan
+from kda_core_nvidia.run import chip
 
 from kda_core import empty_records
 from kda_core.request import Request

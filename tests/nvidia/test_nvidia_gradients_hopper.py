@@ -9,6 +9,7 @@ from typing import Any
 import installed
 import pytest
 import torch
+from plan_runs import run_on_nvidia as run_plan
 from torch import Tensor
 
 installed.need_backend("nvidia")
@@ -22,7 +23,7 @@ from kda_core_nvidia.choose.backward import (
     heads_of,
 )
 from kda_core_nvidia.plans.backward import plan_backward
-from kda_core_nvidia.run import chip, run_plan
+from kda_core_nvidia.run import chip
 
 from kda_core import reference
 from kda_core.reference import DIFFERENTIABLE

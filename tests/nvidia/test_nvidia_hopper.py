@@ -8,6 +8,7 @@ from dataclasses import replace
 import installed
 import pytest
 import torch
+from plan_runs import run_on_nvidia as run_plan
 
 import kda_core
 
@@ -20,7 +21,7 @@ from kda_core_nvidia.choose.chunk import hopper_config
 from kda_core_nvidia.choose.forward import recurrence_config
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import plan_forward
-from kda_core_nvidia.run import chip, run_plan
+from kda_core_nvidia.run import chip
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import padded, slots

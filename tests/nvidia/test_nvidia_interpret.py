@@ -77,7 +77,7 @@ def run_bounded(**call):
     """The call by the short way for bounded decays."""
     from kda_core_nvidia.choose import INTERPRETED, choose_forward
     from kda_core_nvidia.plans.forward import plan_forward
-    from kda_core_nvidia.run import run_plan
+    from plan_runs import run_on_nvidia as run_plan
 
     from kda_core.request import Request
     from kda_core.triton_lib.plan import metadata

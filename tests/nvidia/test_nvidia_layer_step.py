@@ -8,12 +8,13 @@ from typing import Any
 import installed
 import pytest
 import torch
+from plan_runs import run_on_nvidia as run_plan
 from torch import Tensor
 
 installed.need_backend("nvidia")
 
 from kda_core_nvidia.calls import plan_in_three, plan_of
-from kda_core_nvidia.run import chip, run_plan
+from kda_core_nvidia.run import chip
 
 from kda_core import empty_records
 from kda_core.request import DecodeStepRequest

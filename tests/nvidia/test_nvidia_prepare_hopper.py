@@ -10,6 +10,7 @@ from typing import Any
 import installed
 import pytest
 import torch
+from plan_runs import run_on_nvidia as run_plan
 
 import kda_core
 
@@ -20,7 +21,7 @@ from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward
 from kda_core_nvidia.choose.chunk import hopper_config, prepare_config
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
-from kda_core_nvidia.run import Bound, chip, run_plan
+from kda_core_nvidia.run import Bound, chip
 
 from kda_core.request import Request
 from kda_core.testing.inputs import Call

@@ -249,7 +249,7 @@ def on_a_small_chip(backend: str, **call: Any) -> tuple[Tensor, Tensor | None]:
         return kda_core.fused_recurrent_kda(**call, backend=backend)
     from kda_core_nvidia.calls import plan_of
     from kda_core_nvidia.choose import INTERPRETED
-    from kda_core_nvidia.run import run_plan
+    from plan_runs import run_on_nvidia as run_plan
 
     request = planned_request(**call)
     plan = plan_of(request, replace(INTERPRETED, multiprocessors=1))

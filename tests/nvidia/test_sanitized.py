@@ -13,6 +13,7 @@ from dataclasses import replace
 import installed
 import pytest
 import torch
+from plan_runs import run_on_nvidia as run_plan
 
 installed.need_backend("nvidia")
 installed.need_package("triton")
@@ -22,7 +23,7 @@ from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS, choose_backward
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import saved_specs
-from kda_core_nvidia.run import chip, run_plan
+from kda_core_nvidia.run import chip
 
 from kda_core.request import AnyRequest, CommitRequest, LayerRequest
 from kda_core.testing import fragments, gate, references

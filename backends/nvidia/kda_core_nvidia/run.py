@@ -11,7 +11,7 @@ A bound plan holds no tensor, and threads share it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from kda_core.triton_lib.lengths import Number, filled, picker
 from kda_core.triton_lib.plan import ALIGNMENT, Buffer, Launch, Plan, Step, Tile, View, contiguous_strides
 from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, maker, part
-from kda_core.triton_lib.run import run_plan as run_plan_with
 from kda_core_nvidia import triton_private
 from kda_core_nvidia.choose import INTERPRETED, Chip
 from kda_core_nvidia.triton_private import Entry
@@ -403,6 +402,3 @@ class Bound:
         if key not in self._entries:
             tiles = sum(isinstance(x, Tile) for x in launch.arguments.values())
             self._entries[key] = _again(launch, self._private.entry(compiled, tiles))
-
-
-run_plan = partial(run_plan_with, bind=Bound)
