@@ -22,24 +22,6 @@ from kda_core.request import GatedNormRequest, GateRequest, Request, ShortConvol
 from kda_core.triton_lib.plan import View, changed, contiguous_strides, input_layouts, metadata
 
 
-def _noted(function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[[Number, Any], Any]:
-    def method(self: Number, other: Any) -> Any:
-        if not isinstance(other, (Number, int, float)):
-            return NotImplemented
-        return self.notes.take(function, *((other, self) if reflected else (self, other)))
-
-    return method
-
-
-def _asked(function: Callable[[Any, Any], bool]) -> Callable[[Number, Any], bool]:
-    def method(self: Number, other: Any) -> bool:
-        if not isinstance(other, (Number, int, float)):
-            return NotImplemented
-        return self.notes.ask(function, self, other)
-
-    return method
-
-
 def _ceil(x: float, _: int) -> int:
     return math.ceil(x)
 
@@ -88,17 +70,6 @@ class Number:
 
     def __ceil__(self) -> Any:
         return self.notes.take(_ceil, self, 0)
-
-
-for _function in (
-    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv, operator.pow),
-    *(operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift),
-):
-    _name = _function.__name__.strip("_")
-    setattr(Number, f"__{_name}__", _noted(_function))
-    setattr(Number, f"__r{_name}__", _noted(_function, True))
-for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
-    setattr(Number, f"__{_function.__name__}__", _asked(_function))
 
 
 class Notes:
@@ -156,6 +127,28 @@ class Notes:
         """All numbers by place for other lengths; None where an answer is another."""
         values = self.at(lengths)
         return values if self.follow(values) is None else None
+
+
+def _noted(note: Any, function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[[Number, Any], Any]:
+    """The method of ``Number`` that computes or compares, as ``Notes.take`` or ``Notes.ask`` notes it."""
+
+    def method(self: Number, other: Any) -> Any:
+        if not isinstance(other, (Number, int, float)):
+            return NotImplemented
+        return note(self.notes, function, *((other, self) if reflected else (self, other)))
+
+    return method
+
+
+for _function in (
+    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv, operator.pow),
+    *(operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift),
+):
+    _name = _function.__name__.strip("_")
+    setattr(Number, f"__{_name}__", _noted(Notes.take, _function))
+    setattr(Number, f"__r{_name}__", _noted(Notes.take, _function, True))
+for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+    setattr(Number, f"__{_function.__name__}__", _noted(Notes.ask, _function))
 
 
 def picker(xs: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
