@@ -89,20 +89,14 @@ def occupancy(vgprs: int, lds: int, num_warps: int, target: Architecture) -> flo
 
 
 _GATES: dict[str, dict[str, Any]] = {
-    "given": {},
-    "given, safe": {"options": {"safe_gate": True}},
-    "softplus": {"gate": "softplus"},
+    "given": {}, "given, safe": {"options": {"safe_gate": True}}, "softplus": {"gate": "softplus"},
     "bounded": {"gate": "lower bound"},
-}
+}  # fmt: skip
 _EVERY_GATE = tuple(_GATES)
 _SHIPPED = (
-    (BF16, 64, ("bounded",)),
-    (BF16, 128, _EVERY_GATE),
-    (BF16, 256, _EVERY_GATE),
-    (FP16, 128, ("given",)),
-    (FP32, 128, _EVERY_GATE),
-    (FP32, 256, _EVERY_GATE),
-)
+    (BF16, 64, ("bounded",)), (BF16, 128, _EVERY_GATE), (BF16, 256, _EVERY_GATE),
+    (FP16, 128, ("given",)), (FP32, 128, _EVERY_GATE), (FP32, 256, _EVERY_GATE),
+)  # fmt: skip
 """(dtype, K, gates) that stand for every configuration: float16 has bfloat16's, and K up to 128 has that of 128."""
 
 _QUICK = ((BF16, 128, ("bounded",)), (FP32, 256, ("softplus",)))

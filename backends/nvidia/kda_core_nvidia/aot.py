@@ -34,17 +34,11 @@ from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import saved_specs
 from kda_core_nvidia.triton_private import shared_layout
 
-STACK_LIMITS = {
-    # (bytes of an element of q, K above 128): bytes of stack that a thread may use
-    (2, False): 256,
-    (2, True): 400,
-    (4, False): 400,
-    (4, True): 800,
-}
-"""Spills that are allowed: with 16-bit inputs loop constants, read a few times in 1,400 instructions (above 128
-channels, blocks of 128 value channels spill up to 392 bytes and still take an H200 half the time of blocks of 64);
-with float32 inputs the parts of operands of products in full precision, of which a state of more than 128 channels has
-the most."""
+STACK_LIMITS = {(2, False): 256, (2, True): 400, (4, False): 400, (4, True): 800}
+"""Bytes of stack that a thread may use, by bytes of an element of q and whether K is above 128. With 16-bit inputs loop
+constants spill, read a few times in 1,400 instructions (above 128 channels, blocks of 128 value channels spill up to
+392 bytes and still take an H200 half the time of blocks of 64); with float32 inputs the parts of operands of products
+in full precision, of which a state of more than 128 channels has the most."""
 
 
 def _tool(option: str, cubin: bytes) -> str:
@@ -96,11 +90,9 @@ ODD = 96
 """Rows of whole chunks that are no pairs of chunks."""
 
 _GATES: dict[str, dict[str, Any]] = {
-    "given": {"gate_dtype": FP32},
-    "promised": {"options": {"safe_gate": True}},
-    "softplus": {"gate": "softplus"},
+    "given": {"gate_dtype": FP32}, "promised": {"options": {"safe_gate": True}}, "softplus": {"gate": "softplus"},
     "bounded": {"gate": "lower bound"},
-}
+}  # fmt: skip
 
 
 def chunk_case(dtype: torch.dtype, K: int, V: int, H: int, gate: str, everything: bool = False, T: int = 64) -> Case:

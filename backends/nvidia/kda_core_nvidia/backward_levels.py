@@ -47,12 +47,8 @@ def rounded(b_x, dt: tl.constexpr):
             shl.b32 $1, $0, 16;
             and.b32 $2, $0, 0xffff0000;
             """,
-            "=&r,=&r,=&r,r,r",
-            [b_x],
-            dtype=(tl.bfloat16, tl.float32),
-            is_pure=True,
-            pack=2,
-        )
+            "=&r,=&r,=&r,r,r", [b_x], dtype=(tl.bfloat16, tl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         narrow = b_x.to(dt)
         wide = narrow.to(tl.float32)

@@ -88,12 +88,8 @@ def left_parts(x):
         sub.f32 last, $3, last;
         cvt.rn.bf16x2.f32 $1, last, first; }
         """,
-        "=&r,=&r,r,r",
-        [x],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
+        "=&r,=&r,r,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
     return gl.convert_layout(high, LAYOUT, assert_trivial=True), gl.convert_layout(low, LAYOUT, assert_trivial=True)
 
 

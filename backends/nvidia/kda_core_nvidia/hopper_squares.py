@@ -28,21 +28,15 @@ BY_ROW = gl.constexpr(gl.SliceLayout(2, _V2))
 BY_COLUMN = gl.constexpr(gl.SliceLayout(1, _V2))
 
 
-PAIR = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [0, 0, 8, 0], [0, 0, 0, 8]],
-        lane_bases=[[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
-        warp_bases=[[0, 1, 0, 0], [1, 0, 0, 0]],
-        block_bases=[],
-        shape=[2, 2, 16, 16],
-    )
-)
+PAIR = gl.constexpr(gl.DistributedLinearLayout(
+    reg_bases=[[0, 0, 0, 1], [0, 0, 8, 0], [0, 0, 0, 8]],
+    lane_bases=[[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+    warp_bases=[[0, 1, 0, 0], [1, 0, 0, 0]], block_bases=[], shape=[2, 2, 16, 16],
+))  # fmt: skip
 """MMA of [4, 16, 16] as [half of the channels, slot, 16, 16]."""
 
-ROWS_FIRST, COLUMNS_FIRST = (
-    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])),
-    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])),
-)
+ROWS_FIRST = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+COLUMNS_FIRST = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
 
 
 @gluon.jit

@@ -116,12 +116,8 @@ def _widen_gate(x, BK: tl.constexpr):
             min.NaN.bf16x2 $0, $0, bound;
             }
             """,
-            "=r,r",
-            [x],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
+            "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
     return _widen(x, BK)
 
 
