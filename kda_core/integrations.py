@@ -90,15 +90,16 @@ def gradients(
     """The gradients of ``function(**call)``, for stacks that have a function apart for them.
 
     Args:
-        inputs: names of the arguments to differentiate; None stays None.
+        inputs: names of the arguments to differentiate, as far as the call has them; None stays None.
         given: the gradients of the results that have one, in their order.
     """
-    leaves = {n: t if t is None else t.detach().requires_grad_() for n, t in call.items() if n in inputs}
+    leaves = {n: call[n] if call[n] is None else call[n].detach().requires_grad_() for n in inputs if n in call}
     with torch.enable_grad():
         results = function(**call | leaves)
+    results = (results,) if isinstance(results, Tensor) else results
     pairs = [(y, grad.view_as(y)) for y, grad in zip(results, given) if grad is not None]  # noqa: B905
     torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
-    return tuple(t if t is None else t.grad for t in map(leaves.get, inputs))
+    return tuple(t if t is None else t.grad for t in leaves.values())
 
 
 def advance_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -111,8 +111,9 @@ def test_gradients_of_a_function_without_a_backward():
         found = gradients(function, call, ("weight", "bias", "x"), (torch.ones(2), None, None))
         assert found[1] is None
         assert (found[0].tolist(), found[2].tolist()) == ([5.0, 10.0], [15.0, 20.0])
-        (both,) = gradients(function, call, ["x"], (torch.ones(1, 2), torch.ones(2)))
-    assert both.tolist() == [16.0, 21.0]
+        (both,) = gradients(function, call, ["x", "absent"], (torch.ones(1, 2), torch.ones(2)))
+        (alone,) = gradients(lambda **given: function(**given)[0], call, ["x"], [torch.ones(2)])
+    assert (both.tolist(), alone.tolist()) == ([16.0, 21.0], [15.0, 20.0])
     assert (x.grad, weight.requires_grad) == (None, False)
 
 

@@ -1,8 +1,4 @@
-"""flash-linear-attention on kda_core: ``kda_core_fla.install()``; ``uninstall()`` takes it back.
-
-fla's registries ask kda_core first, at every call and on every device. A call that it refuses goes on to fla, with the
-reason in fla's log; on CPUs, where fla's kernels cannot run, its error comes through. ``KDA_FLA=0`` switches it off.
-"""
+"""flash-linear-attention on kda_core: ``kda_core_fla.install()``; ``uninstall()`` takes it back."""
 
 import os
 import sys
@@ -14,13 +10,9 @@ __version__ = "0.1.0"
 
 
 def install() -> bool:
-    """Let every model of this process that runs on fla, built or to be built, use kda_core.
+    """Let every model of this process that runs on fla, built or to be built, use kda_core; False with ``KDA_FLA=0``.
 
-    Returns:
-        Whether it is in use: False where ``KDA_FLA=0`` switches it off.
-
-    Raises:
-        UnsupportedStack: fla is missing, in another version, or closed to backends; nothing has changed.
+    Raises UnsupportedStack, and changes nothing, where fla is missing, in another version, or closed to backends.
     """
     if not admit("fla"):
         return False
@@ -35,6 +27,5 @@ def install() -> bool:
 
 def uninstall() -> None:
     """Take kda_core out of fla's registries, which have no public way to do it."""
-    if backend := sys.modules.get("kda_core_fla.backend"):
-        for registry in backend.REGISTRIES:
-            registry._backends.pop("kda_core", None)
+    for registry in getattr(sys.modules.get("kda_core_fla.backend"), "REGISTRIES", ()):
+        registry._backends.pop("kda_core", None)
