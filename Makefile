@@ -148,7 +148,7 @@ STACKS := fla-0.6.0 transformers-5.18.0 transformers-5.24.0 kernels-0.17.2
 LARGE_STACKS := torchtitan-0.3.0 vllm-0.33.0 sglang-0.5.23
 STACK_OF = $(firstword $(subst -, ,$(1)))
 PACKAGES_fla := flash-linear-attention triton
-PACKAGES_transformers := transformers
+PACKAGES_transformers := transformers parameterized
 PACKAGES_kernels := kernels transformers
 PACKAGES_vllm := transformers triton
 PACKAGES_sglang := transformers triton
@@ -163,14 +163,21 @@ PINNED_torchtitan := torchtitan
 ALONE_vllm := -r requirements/stack-servers.txt vllm==0.33.0
 ALONE_sglang := -r requirements/stack-servers.txt sglang==0.5.23
 ALONE_torchtitan := -r requirements/stack-torchtitan.txt torchtitan==0.3.0
+# Stacks whose source distributions bring tests of their own; requirements/stack-sources.txt has their hashes.
+SOURCED := transformers
 ADAPTERS := $(notdir $(patsubst %/pyproject.toml,%,$(wildcard integrations/*/pyproject.toml)))
 STACK_ENVIRONMENTS := build/integrations
 $(foreach a,$(ADAPTERS),$(eval $(call WHEEL_RULE,$(a),integrations/$(a),$(call SOURCE_FILES,integrations/$(a)))))
 
+# $(1) an environment, $(2) a stack, $(3) its version: its tests, with the hash that is written down.
+FETCH_SOURCE = grep '^$(2)==$(3) ' requirements/stack-sources.txt > $(1)/source.txt && \
+	$(1)/bin/python -m pip download -qq --no-deps --no-binary $(2) --require-hashes -r $(1)/source.txt -d $(1)/source && \
+	tar -xzf $(1)/source/$(2)-$(3).tar.gz -C $(1)/source $(2)-$(3)/tests
+
 .PHONY: integrations-test integrations-environments fla-own-tests hub-build
 .PRECIOUS: $(STACK_ENVIRONMENTS)/%/.stamp
 
-$(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt $(CONSTRAINTS) $(STAMPS)/TORCH.value | $(STAMPS)/venv
+$(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt requirements/stack-sources.txt $(CONSTRAINTS) $(STAMPS)/TORCH.value | $(STAMPS)/venv
 	@echo "environment: $*"
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
 	@sed -E 's/^($(PINNED_$(call STACK_OF,$*)))==.*/\1==$(lastword $(subst -, ,$*))/' $(CONSTRAINTS) > $(@D)/constraints.txt
@@ -179,18 +186,22 @@ $(STACK_ENVIRONMENTS)/%/.stamp: requirements/stack.txt $(CONSTRAINTS) $(STAMPS)/
 		$$(grep -v '^#' requirements/stack.txt) $(PACKAGES_$(call STACK_OF,$*))
 	@$(if $(ALONE_$(call STACK_OF,$*)),$(@D)/bin/python -m pip install -qq --no-compile --no-deps \
 		-c $(@D)/constraints.txt $(ALONE_$(call STACK_OF,$*)))
+	@$(if $(filter $(SOURCED),$(call STACK_OF,$*)),$(call FETCH_SOURCE,$(@D),$(call STACK_OF,$*),$(lastword $(subst -, ,$*))))
 	@touch $@
 
 integrations-test: $(STACKS:%=integrations-test-%) $(LARGE_STACKS:%=integrations-test-%) ## Set each stack up in an environment of its own, run its adapter's tests.
 
 integrations-environments: $(STACKS:%=$(STACK_ENVIRONMENTS)/%/.stamp)
 
-# The console script, as for make test: the wheels are under test.
-integrations-test-%: $(STACK_ENVIRONMENTS)/%/.stamp $(call WHEELS,core cpu $(ADAPTERS))
+integrations-wheels-%: $(STACK_ENVIRONMENTS)/%/.stamp $(call WHEELS,core cpu $(ADAPTERS))
 	@$(<D)/bin/python -m pip install -qq --no-compile --no-deps --force-reinstall \
 		$(DIST)/kda_core-*.whl $(DIST)/kda_core_cpu-*.whl $(patsubst %,$(DIST)/kda_core_%-*.whl,$(filter $(call STACK_OF,$*),$(ADAPTERS)))
 	@$(if $(ALONE_$(call STACK_OF,$*)),,$(<D)/bin/python -m pip check)
-	$(<D)/bin/pytest -m end_to_end tests/integrations/test_$(call STACK_OF,$*).py $(PYTEST_ARGS)
+
+# The console script, as for make test: the wheels are under test.
+integrations-test-%: $(STACK_ENVIRONMENTS)/%/.stamp integrations-wheels-%
+	$(if $(filter $(SOURCED),$(call STACK_OF,$*)),TRANSFORMERS_TESTS=$(CURDIR)/$(<D)/source/$*) \
+		$(<D)/bin/pytest -m end_to_end tests/integrations/test_$(call STACK_OF,$*).py $(PYTEST_ARGS)
 
 hub-build: environment ## Write a repository for Hugging Face's kernels library in build/hub.
 	$(VENV_PYTHON) integrations/hub/build.py build/hub
@@ -198,11 +209,15 @@ hub-build: environment ## Write a repository for Hugging Face's kernels library 
 FLA_SOURCE ?= https://github.com/fla-org/flash-linear-attention
 FLA_COMMIT := bc3b101dcb713ddc5bd8924b66754eb68b5ccf89
 
-# torch.device("cuda") stands in the file; the plugin sets the rest of the device. One process: a call takes up to 17 GB.
-fla-own-tests: integrations-test-fla-0.6.0 ## Fetch fla's own tests of KDA (FLA_SOURCE) and run them on kda_core.
+# Elements of all states of a test's tokens, B * T * HV * D * D: larger tests are left out. CI sets it; with none of them
+# left out a test takes up to 17 GB and all take minutes.
+FLA_LARGEST ?=
+
+# torch.device("cuda") stands in the file; the plugin sets the rest of the device. One process: see above.
+fla-own-tests: integrations-wheels-fla-0.6.0 ## Fetch fla's own tests of KDA (FLA_SOURCE) and run them on kda_core.
 	git init -q build/fla && git -C build/fla fetch -q --depth 1 $(FLA_SOURCE) $(FLA_COMMIT)
 	git -C build/fla show FETCH_HEAD:tests/ops/test_kda.py | sed 's/"cuda"/"cpu"/' > build/fla/test_kda.py
-	cd build/fla && OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/integrations \
+	cd build/fla && OMP_NUM_THREADS=1 FLA_LARGEST=$(FLA_LARGEST) PYTHONPATH=$(CURDIR)/tests/integrations \
 		../integrations/fla-0.6.0/bin/pytest -p fla_own -q test_kda.py
 
 .PHONY: docs release

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import os
+
 import fla.utils
 import kda_core_fla
 import pytest
 
-PASSING = 81
-"""The others: three tests of FlashKDA and three of its packed sequences, one of Ascend, and the wrong one."""
-
 WRONG = "test_gate[B1-T2-H2-D12-a_logTrue-biasFalse-lowerbound-5.0]"
 """Its float32 reference of A_log's gradient is 2.0e-4 from float64; kda_core's is 1.3e-6 from it."""
+
+OF_OTHERS = ("test_flash_kda_chunk", "test_triton_ascend_backend_routing")
+"""Three tests of FlashKDA, three of its packed sequences, one of Ascend. All others must pass."""
+
+LARGEST = float(os.environ.get("FLA_LARGEST") or math.inf)
+"""Elements of the states of all tokens in a test that runs; fla's reference keeps several such tensors."""
 
 passed = set()
 
@@ -21,9 +27,18 @@ def pytest_configure() -> None:
     fla.utils.device, fla.utils.IS_NVIDIA = "cpu", True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def size(item: pytest.Item) -> int:
+    """The elements of the states of all tokens in a test; 0 for one whose parameters do not say."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    tokens = given["cu_seqlens"][-1] if "cu_seqlens" in given else given.get("B", 0) * given.get("T", 1)
+    return tokens * given.get("HV", given.get("H", 0)) * given.get("D", 0) ** 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     (wrong,) = (item for item in items if item.name == WRONG)
     wrong.add_marker(pytest.mark.xfail(strict=True, reason="the test's reference is wrong"))
+    config.hook.pytest_deselected(items=[item for item in items if size(item) > LARGEST])
+    items[:] = [item for item in items if size(item) <= LARGEST]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -32,6 +47,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if exitstatus == 0 and not hasattr(session.config, "workerinput") and len(passed) < PASSING:
+    expected = {item.nodeid for item in session.items if not item.name.startswith((*OF_OTHERS, WRONG))}
+    if exitstatus == 0 and expected != passed:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print(f"\nexpected {PASSING} tests to pass, got {len(passed)}")
+        print(f"\nexpected to pass: {sorted(expected - passed)}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import installed
 import pages
@@ -19,28 +23,14 @@ installed.need_backend("cpu")
 installed.need_package("kda_core_transformers", "./integrations/transformers")
 
 import kda_core_transformers
-import transformers
-from packaging.version import Version
+from hf_models import MODELS, classes_of, config_of, module_of
 
 from kda_core.errors import UnsupportedStack
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.filterwarnings("ignore")]
 
-MODELS = ["kimi_linear", "glm5_next"]
-WITH_TEXT = ["kimi_linear"]
-if Version(transformers.__version__) >= Version("5.20"):
-    MODELS.append("bailing_hybrid")
-    WITH_TEXT.append("bailing_hybrid")
-LINEAR = {"linear_num_heads": 2, "linear_head_dim": 16}
-ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16, "v_head_dim": 16}
-SIZES = {
-    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 256},
-    **{"num_hidden_layers": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **LINEAR, **ATTENTION},
-}
-
-
-def layers(other: str) -> list[str]:
-    return ["linear_attention", "linear_attention", other]
+WITH_TEXT = [name for name in MODELS if len(classes_of(name)) > 1]
+OWN = Path(__file__).with_name("transformers_own.py")
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +48,6 @@ def their_torch_code(monkeypatch: pytest.MonkeyPatch):
                 monkeypatch.setattr(module_of(model), name, inspect.unwrap(getattr(module_of(model), name)))
 
 
-def module_of(model: str):
-    return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-
-
 def functions(model: str) -> list[object]:
     return [getattr(module_of(model), name) for name in kda_core_transformers.OPERATORS]
 
@@ -75,24 +61,7 @@ def name(request):
 def model(name):
     """A small model of each architecture; the first output is its logits, or its hidden states without a head."""
     torch.manual_seed(0)
-    if name == "kimi_linear":
-        more = {"num_local_experts": 4, "num_experts_per_tok": 2, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
-        config = transformers.KimiLinearConfig(**SIZES, **more, layer_types=layers("full_attention"))
-        return transformers.KimiLinearForCausalLM(config).eval()
-    sparse = {"mlp_layer_types": ["dense", "sparse", "sparse"], "qk_nope_head_dim": 16}
-    if name == "glm5_next":
-        more = {"n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16, "indexer_types": ["full"] * 3}
-        index = {"index_n_heads": 2, "index_head_dim": 16, "layer_types": layers("indexed_attention")}
-        return (
-            module_of(name)
-            .Glm5NextTextModel(transformers.Glm5NextTextConfig(**SIZES, **sparse, **more, **index))
-            .eval()
-        )
-    more = {"num_experts": 4, "num_experts_per_token": 2, "num_expert_group": 2, "topk_group": 1, "head_dim": 16}
-    config = transformers.BailingHybridConfig(
-        **SIZES, **sparse, **more, qk_rope_head_dim=16, layer_types=layers("full_attention")
-    )
-    return transformers.BailingHybridForCausalLM(config).eval()
+    return classes_of(name)[-1](config_of(name)).eval()
 
 
 @pytest.fixture
@@ -219,11 +188,25 @@ def test_bfloat16(model, text):
         assert apart(model(text)[0].float(), exact) < 1.3 * expected < 0.15
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "use_cache": False},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"do_sample": True, "num_beams": 2},
+    ],
+    ids=lambda way: "-".join(f"{name}={value}" for name, value in way.items()),
+)
 @pytest.mark.parametrize("name", WITH_TEXT, indirect=True)
-def test_text_is_the_same(model, text):
+def test_text_is_the_same(model, text, way):
+    """The ways of transformers' own tests of text; the first row is padded on the left."""
+    text[0, :13] = 0
+
     def write():
-        mask = torch.ones_like(text)
-        return model.generate(text, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        torch.manual_seed(2)
+        return model.generate(text, attention_mask=(text > 0).long(), max_new_tokens=8, min_new_tokens=8, **way)
 
     expected = write()
     assert kda_core_transformers.install()
@@ -316,6 +299,28 @@ def test_a_function_that_is_missing_leaves_all_as_they_were(monkeypatch):
             kda_core_transformers.install("kimi_linear", "glm5_next")
     assert functions("kimi_linear") == before
     assert not kda_core_transformers._bound
+
+
+def test_their_own_tests_of_models_give_what_they_give_without_kda_core(tmp_path):
+    """Saving and loading, embeddings, checkpointing, outputs, attention's implementations and more, test by test."""
+    if "TRANSFORMERS_TESTS" not in os.environ:
+        pytest.skip("transformers' own tests are not in its wheel: make integrations-test fetches them")
+
+    def outcomes(on: str) -> dict[str, list[str]]:
+        report, variables = tmp_path / f"own{on}.xml", {"KDA_OWN": on, "HF_HUB_OFFLINE": "1"}
+        options = ("-q", "--noconftest", "-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}")
+        command, found = [sys.executable, "-m", "pytest", *options, OWN], {}
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        for case in ElementTree.parse(report).iter("testcase"):
+            marks = [part.tag for part in case if part.tag in ("skipped", "failure", "error")]
+            found.setdefault(f"{case.get('classname')}.{case.get('name')}", []).extend(marks or ["passed"])
+        return found
+
+    with ThreadPoolExecutor() as pool:
+        stock, ours = pool.map(outcomes, ("", "1"))
+    assert ours == stock
+    assert list(ours.values()).count(["passed"]) > 70 * len(MODELS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/integrations/transformers.md"])
