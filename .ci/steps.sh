@@ -66,6 +66,12 @@ heavy() {
     fi
 }
 
+# not_run REASON: the step that began could not run here; the table says so, and nothing is recorded.
+not_run() {
+    step_name+=": DID NOT RUN, $1"
+    echo "$step_name"
+}
+
 report() {
     end_step
     printf '\n%s%6d s  in all so far\n' "$table" "$SECONDS"

@@ -35,7 +35,7 @@ if os.environ.get("KDA_OWN"):
 
 
 class ModelTester:
-    """What the mixin asks of a model's tester."""
+    """The mixin asks it for configurations, inputs and sizes."""
 
     is_training, batch_size, seq_length = True, 3, 70
     num_hidden_layers, hidden_size, num_attention_heads = 2, 64, 2

@@ -113,6 +113,15 @@ def test_a_step_that_fails_is_not_recorded(tree: Path):
     assert not (tree / ".ci" / "passed").exists()
 
 
+def test_a_step_that_could_not_run_is_named_and_not_recorded(tree: Path):
+    script = SCRIPT.replace('heavy long "compute numbers"', 'due long "compute numbers"').replace(
+        "report", 'step "long"\nnot_run "nothing is reached"\nreport'
+    )
+    for _ in range(2):
+        assert re.search(r"^ +\d+ s  long: DID NOT RUN, nothing is reached$", run(tree, script), re.MULTILINE)
+    assert not (tree / ".ci" / "passed").exists()
+
+
 def test_the_table_has_every_step(tree: Path):
     assert re.search(r"^ +\d+ s  long$", run(tree), re.MULTILINE)
     assert "skipped  long: passed on 20" in run(tree)
