@@ -120,6 +120,7 @@ class Watcher:
 
     kda_core_chunk_backward = kda_core_recurrent_forward = kda_core_recurrent_backward = kda_core_chunk_forward
     kda_core_gate_forward = kda_core_gate_backward = kda_core_short_convolution_forward = kda_core_chunk_forward
+    kda_core_commit = kda_core_chunk_forward
 
 
 class HalvesWatcher(Watcher):

@@ -148,21 +148,6 @@ def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
     assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
 
 
-@FUNCTIONS
-@ELSEWHERE
-def test_what_may_not_be_written(kda, op: str, T: int):
-    """A slot that another sequence reads or writes, or past the pool: refused on the CPU, and nothing is written."""
-    if kda.device.type != "cpu":
-        pytest.skip("values on a device are not read back")
-    call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 8)
-    kda.run(call.written_elsewhere(indices(5, 6, 7)))
-    for slots in ((0, 6, 7), (5, 5, 7), (5, 6, 8)):
-        tensors = {n: t.clone() for n, t in call.written_elsewhere(indices(*slots)).tensors.items()}
-        with pytest.raises(ValueError, match=r"^final_state_indices: expected"):
-            call(tensors, kda.name)
-        assert same_bits(tensors["initial_state"], call.tensors["initial_state"])
-
-
 def _computed(kda, call: Call) -> list[torch.Tensor]:
     """The output and the written pools of a call whose indices nobody has checked."""
     tensors = {n: t.to(kda.device, copy=True) for n, t in call.tensors.items()}

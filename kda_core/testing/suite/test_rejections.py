@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -102,14 +101,6 @@ def test_head_dimension_limits(kda, symbol: str):
         kda.run(_case(op=_function(kda), **{symbol: limit + 16}).call())
 
 
-def test_what_is_no_context_is_refused(kda):
-    """cp_context is never ignored, with or without Feature.CONTEXT_PARALLEL."""
-    call = _case().call()
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
-    with pytest.raises(TypeError, match=r"^cp_context: expected a context of"):
-        call.having(cp_context=object())(tensors, kda.name)
-
-
 @pytest.mark.parametrize("feature", CALLS, ids=lambda f: f.name)
 def test_explanation_agrees(kda, feature: Feature):
     """explain says what the call would do, with the same reason, and runs nothing."""
@@ -130,21 +121,3 @@ def test_explanation_agrees(kda, feature: Feature):
         assert verdict.reason in str(refusal)
     else:
         assert verdict.status == "chosen"
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("k", lambda t: t[:, :-1]), ("v", lambda t: t[..., 0]), ("g", lambda t: t[..., :-1]),
-        ("beta", lambda t: t[:, :, :1]), ("initial_state", lambda t: t[:, :, 1:]), ("v", lambda t: t.double()),
-        ("initial_state", lambda t: t.int()),
-    ],
-    ids=["k", "v", "g", "beta", "initial_state", "v dtype", "initial_state dtype"],
-)  # fmt: skip
-def test_bad_input_raises(kda, name: str, wrong: Callable):
-    """A wrong shape or dtype raises ValueError or TypeError that names the argument, and nothing is modified."""
-    call = _case(state=FP32).call()
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
-    tensors[name] = wrong(tensors[name])
-    with pytest.raises((ValueError, TypeError), match=name):
-        call(tensors, kda.name)

@@ -22,7 +22,6 @@ from kda_core.testing.suite.test_records import (
     commit_unchecked,
     draft,
     expect_commit_and_draft,
-    expect_refused,
     indices,
     needs_unchecked_values,
 )
@@ -156,39 +155,3 @@ def test_numbers_out_of_range_where_nothing_reads_them(kda):
     committed = commit(kda, call, records, counts, path=path)
     far = torch.tensor([[-5, 9, 2**30], [1, 2, 0], [0, 2, 99]])
     assert same_bits(commit_unchecked(kda, call, records, torch.tensor([2**20, -1, 2]), path=far), committed)
-
-
-@RECORDED
-@TREES
-def test_trees_that_are_refused(kda):
-    """Without records, packed, too large, of another shape or dtype; where the data is on the CPU wrong numbers too."""
-    call = _tree(kda, FORKED)
-    records = kda.run(call)["records"]
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
-    parents, path, counts = tensors["parents"], tensors["parents"].clamp_min(0), torch.tensor([1, 0, 2])
-    earlier = {"commit": records.to(kda.device), "num_committed": counts.to(kda.device)}
-    wrong = [
-        ("records", {"records": None, "update_state": False}), ("parents", {"parents": parents[:, 1:]}),
-        ("parents", {"parents": parents.float()}), ("parents", {"parents": parents[0]}),
-        ("commit", {"commit_path": path}), ("commit_path", earlier | {"commit_path": path[:2]}),
-        ("commit_path", earlier | {"commit_path": path.float()}), ("commit_path", earlier | {"commit_path": path[0]}),
-        ("cu_seqlens", {n: tensors[n].flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta", "records")}
-         | {"cu_seqlens": torch.tensor([0, 7, 14, 21], device=kda.device)}),
-        ("parents", {n: tensors[n].repeat(1, 10, *[1] * (tensors[n].dim() - 2))
-                     for n in ("q", "k", "v", "g", "beta", "records", "parents")}),
-    ]  # fmt: skip
-    if kda.device.type == "cpu":
-        wrong += [("parents", {"parents": torch.tensor(FORKED).clamp_min(0)})]
-        wrong += [("commit_path", earlier | {"num_committed": counts.to(kda.device), "commit_path": path + 7})]
-        wrong += [("num_committed", earlier | {"num_committed": counts + 7, "commit_path": path})]
-    expect_refused(kda, call, tensors, wrong)
-    pool = tensors["initial_state"]
-    refused = [path[:2], path[0], path.float(), *([path + 7, path - 1] if kda.device.type == "cpu" else [])]
-    for value in refused:
-        with pytest.raises((ValueError, TypeError), match=r"^path: expected"):
-            kda_core.commit_kda(
-                pool, earlier["commit"], earlier["num_committed"], tensors["ssm_state_indices"], path=value,
-                backend=kda.name,
-            )  # fmt: skip
-    assert same_bits(pool.cpu(), call.tensors["initial_state"])
-    assert tensors["records"].isnan().all()
