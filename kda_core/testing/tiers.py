@@ -1,12 +1,9 @@
-"""The order of the kit's tests, and their tiers, with a warning for arguments that have no test in the chosen one."""
+"""The order of the kit's tests, and their tiers, with a warning where nothing that was named has a test in one."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -38,53 +35,25 @@ def tier(config: pytest.Config) -> str | None:
 
 
 class TierCount:
-    """Counts the tests of each tier for every argument of the command line, before deselection."""
+    """Counts the tests of each tier, before deselection."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.items: list[tuple[Path, str, bool]] = []
+        self.counts = {"fast": 0, "slow": 0}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        self.items.append((item.path, item.nodeid, is_slow(item)))
+        self.counts["slow" if is_slow(item) else "fast"] += 1
 
     def empty(self) -> list[str]:
-        """A sentence for each argument that has tests, but none in the tier that runs.
-
-        Empty if another argument has some: a shell pattern often names several files.
-        """
+        """A sentence when there are tests, but none in the tier that runs: a shell pattern often names several files."""
         chosen = tier(self.config)
-        if chosen is None:
+        if chosen is None or self.counts[chosen]:
             return []
-        found = []
-        for name in self.config.args:
-            own = [slow for path, nodeid, slow in self.items if _is_under(path, nodeid, name, self.config)]
-            if any(slow == (chosen == "slow") for slow in own):
-                return []
-            if own:
-                other = "fast" if chosen == "slow" else "slow"
-                tests = "1 test" if len(own) == 1 else f"{len(own)} tests"
-                found.append(f"no tests in tier {chosen} of {name}: it has {tests}, all {other}; they run {HOW[other]}")
-        return found
-
-
-def _is_under(path: Path, nodeid: str, name: str, config: pytest.Config) -> bool:
-    """Whether a test was collected because of this argument."""
-    file, *inside = name.split("::")
-    place = config.invocation_params.dir / file
-    places = [place] if place.exists() else list(_places_of_package(file))
-    below = "::".join(inside).partition("[")[0]
-    return any(path.is_relative_to(p.resolve()) for p in places) and f"::{below}" in f"::{nodeid.partition('::')[2]}"
-
-
-def _places_of_package(name: str) -> Iterator[Path]:
-    """The path of a package or module that ``--pyargs`` names."""
-    try:
-        spec = find_spec(name)
-    except (ImportError, ValueError):  # no such package, or not a package's name
-        return
-    if spec is not None:
-        found = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
-        yield from map(Path, found)
+        other = "fast" if chosen == "slow" else "slow"
+        count, names = self.counts[other], " ".join(self.config.args)
+        tests = "1 test" if count == 1 else f"{count} tests"
+        found = f"no tests in tier {chosen} of {names}: it has {tests}, all {other}; they run {HOW[other]}"
+        return [found] if count else []
 
 
 MODULES = (
