@@ -254,7 +254,7 @@ class Subject:
 
     def _made(self, call: Call, wrt: Collection[str], request: Request, record: Record, reasons: list[str]) -> Results:
         """Make the call once on new copies of its tensors, with the checks of ``run``."""
-        tensors = {n: self._place(n, t, call) for n, t in call.tensors.items()}
+        tensors = {n: placed(t, self._device_of(n), n in call.strided) for n, t in call.tensors.items()}
         if call.given_out:
             tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device, "out" in call.strided)
         before = {n: guards(t).clone() for n, t in tensors.items()}
@@ -392,9 +392,12 @@ class Subject:
     def _refusals(self, r: Request, call: Call) -> list[str]:
         return undeclared(self.info, r, self._features(r, call))
 
-    def _place(self, name: str, t: Tensor, call: Call) -> Tensor:
-        device = torch.device("cpu") if name == "cu_seqlens_cpu" else self.device
-        return placed(t, device, strided=name in call.strided)
+    def on_device(self, call: Call) -> dict[str, Tensor]:
+        """Copies of the call's tensors where the backend takes them, for calls that are made by hand."""
+        return {n: t.to(self._device_of(n), copy=True) for n, t in call.tensors.items()}
+
+    def _device_of(self, name: str) -> torch.device:
+        return torch.device("cpu") if name == "cu_seqlens_cpu" else self.device
 
     def _o_shape(self, r: Request) -> tuple[int, ...]:
         return (r.B, r.T, r.HV, r.V)

@@ -81,7 +81,7 @@ def test_kit_on_its_first_backward(python: Path, tmp_path: Path):
     declared = forward.replace("Feature.CHUNK,", "Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT,")
     plugin.write_text(declared.replace(closed, "") + more)
     try:
-        modules = ("test_backward", "test_compile")
+        modules = ("test_backward", "test_graphs")
         status, text = run_kit(python, tmp_path, "--backend=mychip", modules=modules)
     finally:
         plugin.write_text(forward)

@@ -188,7 +188,7 @@ def test_simple_tests_come_first_wherever_the_suite_is_bound(run_inner, tmp_path
         ("fast", ("-m", "slow", "test_fast.py"), "no tests in tier slow of test_fast.py: it has 2 tests, all fast"),
         ("fast", ("test_slow.py",), "no tests in tier fast of test_slow.py: it has 1 test, all slow"),
         ("slow", ("test_fast.py::test_one",), "no tests in tier slow of test_fast.py::test_one: it has 1 test"),
-        ("slow", ("--pyargs", f"{suite.__name__}.test_beta"), f"no tests in tier slow of {suite.__name__}.test_beta"),
+        ("slow", ("--pyargs", f"{suite.__name__}.test_gates"), f"no tests in tier slow of {suite.__name__}.test_gates"),
     ],
     ids=["variable", "mark", "fast", "one test", "package"],
 )

@@ -55,9 +55,8 @@ class StopTesting:
 
 # Cheap modules that tell much go first, then every other one that is the first to find something.
 FIRST = (
-    "test_options", "test_trees", "test_records", "test_spec_decode", "test_intermediate_states", "test_layer",
-    "test_paged_pool", "test_gates", "test_backward", "test_compile", "test_packing", "test_determinism",
-    "test_extremes", "test_state", "test_pool_options",
+    "test_options", "test_records", "test_layer", "test_paged_pool", "test_state", "test_gates",
+    "test_backward", "test_graphs", "test_packing", "test_determinism", "test_extremes", "test_pool_options",
 )  # fmt: skip
 SKIPS = (pytest.skip.Exception, Refused)
 OPTIONS = (

@@ -9,11 +9,12 @@ import torch
 
 import kda_core
 from kda_core.capabilities import Feature
-from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, SOFTPLUS, Case
+from kda_core.testing.inputs import indices
 from kda_core.testing.marks import each, requires, slow
 
 INPUTS = ("q", "k", "v", "g", "beta")
+GRADIENTS = requires(Feature.BACKWARD)
 R = "fused_recurrent_kda"
 
 CASES = [
@@ -64,23 +65,8 @@ def test_transposed_inputs(kda):
     # The plain call first: a refusal ends the test there.
     kda.check(replace(same, strided=frozenset(INPUTS)))
     with torch.no_grad():
-        o, state = kda_core.chunk_kda(**on_device, **same.options, backend=kda.name)
-    for name, got in (("o", o), ("final_state", state)):
-        kda.expect(same, name, got.cpu(), references.results(same)[name], "transposed")
-
-
-@slow
-@requires(Feature.CHUNK, Feature.STRIDED_INPUT)
-@pytest.mark.parametrize("name", ["q", "v", "g"])
-def test_offsets_past_31_bits(kda, name: str):
-    """FAILURES 15: a tensor whose last tokens lie more than 2**31 elements behind its first."""
-    call = Case(name="far apart", T=40, K=16).call()
-    kda.check(replace(call, strided=frozenset(INPUTS)))
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
-    tensors[name] = _spread(tensors[name], 2**31 // 32)
-    with torch.no_grad():
-        o, _ = kda_core.chunk_kda(**tensors, **call.options, backend=kda.name)
-    kda.expect(call, "o", o.cpu(), references.results(call)["o"], f"{name} spread out")
+        o, state = call(on_device, kda.name)
+    kda.compare(same, {"o": o.cpu(), "final_state": state.cpu()})
 
 
 @slow
@@ -88,38 +74,39 @@ def test_offsets_past_31_bits(kda, name: str):
 def test_pool_offsets_past_31_bits(kda):
     """FAILURES 15: a pool whose last slot begins more than 2**31 elements behind its first."""
     call = Case(name="far slot", op=R, B=2, T=1, H=1, K=16, state=FP32).call()
-    call = call.in_pool(torch.tensor([32, 0], dtype=torch.int32), 33)
+    call = call.in_pool(indices(32, 0), 33)
     kda.check(call)
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    tensors = kda.on_device(call)
     pool = tensors["initial_state"] = _spread(tensors["initial_state"].transpose(0, 1), 2**31 // 31).transpose(0, 1)
     with torch.no_grad():
-        o, _ = kda_core.fused_recurrent_kda(**tensors, **call.options, backend=kda.name)
-    expected = references.results(call)
-    kda.expect(call, "o", o.cpu(), expected["o"], "slot far away")
-    kda.expect(call, "final_state", pool[[32, 0]].cpu(), expected["final_state"], "slot far away")
+        o, _ = call(tensors, kda.name)
+    kda.compare(call, {"o": o.cpu(), "final_state": pool[[32, 0]].cpu()})
 
 
 @slow
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STRIDED_INPUT)
-@pytest.mark.parametrize("name", [*INPUTS, "grad_o"])
+@requires(Feature.CHUNK, Feature.STRIDED_INPUT)
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [*((n, False) for n in INPUTS), *(pytest.param(n, True, marks=GRADIENTS) for n in (*INPUTS, "grad_o"))],
+)
 @pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
-def test_gradient_offsets_past_31_bits(kda, axis: int, name: str):
-    """FAILURES 15: the same for gradients: tokens that lie far apart, and heads that lie ahead of them."""
+def test_offsets_past_31_bits(kda, axis: int, name: str, backward: bool):
+    """FAILURES 15: tokens that lie far apart, and heads that lie ahead of them."""
     fields = {"dtype": FP16, "gate_dtype": FP16} if axis == 2 and kda.takes(FP16) else {}
-    call = Case(name=f"far apart {axis}", T=40, H=1 + axis, K=16, final_state=False, backward=True, **fields).call()
+    case = Case(name=f"far apart {axis}", T=40, H=1 + axis, K=16, final_state=False, backward=backward, **fields)
+    call = case.call()
     kda.check(replace(call, strided=frozenset({*INPUTS, "grad_o"})))
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"grad_o": call.grads["o"].to(kda.device)}
+    tensors = kda.on_device(call) | {f"grad_{n}": t.to(kda.device) for n, t in call.grads.items()}
     # The last of the tokens, or of the heads, begins more than 2**31 elements behind the first.
     stride = 2**31 // 32 if axis == 1 else 2**30 + 16
     tensors[name] = _spread(tensors[name].transpose(1, axis), stride).transpose(1, axis)
-    grad = tensors.pop("grad_o")
-    leaves = [tensors[n].requires_grad_() for n in INPUTS]
-    o, _ = kda_core.chunk_kda(**tensors, **call.options, backend=kda.name)
-    found = torch.autograd.grad(o, leaves, grad)
-    expected = references.results(call)
-    kda.expect(call, "o", o.detach().cpu(), expected["o"], f"{name} spread out")
-    for n, gradient in zip(INPUTS, found, strict=True):
-        kda.expect(call, f"d{n}", gradient.cpu(), expected[f"d{n}"], f"{name} spread out")
+    grad = tensors.pop("grad_o", None)
+    leaves = [tensors[n].requires_grad_(backward) for n in INPUTS]
+    o, _ = call(tensors, kda.name)
+    found = {"o": o.detach()}
+    if backward:
+        found |= zip([f"d{n}" for n in INPUTS], torch.autograd.grad(o, leaves, grad), strict=True)
+    kda.compare(call, {n: t.cpu() for n, t in found.items()})
 
 
 @slow

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP32, SOFTPLUS, Case
-from kda_core.testing.inputs import same_bits
+from kda_core.testing.inputs import Call, same_bits
 from kda_core.testing.marks import each, requires
+from kda_core.testing.subject import Subject
 
 REPEATED = [
     Case(name="repeated", B=2, T=130, H=3),
@@ -51,8 +51,8 @@ def test_backward_twice_of_one_forward(kda):
     """Two backwards of one graph have the same bits: the first must not change the saved tensors."""
     call = Case(name="one graph", T=70, final_state=False, backward=True).call()
     kda.run(call)
-    leaves = {n: t.to(kda.device).requires_grad_() for n, t in call.tensors.items()}
-    o, _ = kda_core.chunk_kda(**leaves, **call.options, backend=kda.name)
+    leaves = {n: t.requires_grad_() for n, t in kda.on_device(call).items()}
+    o, _ = call(leaves, kda.name)
     grad = call.grads["o"].to(kda.device)
     first = torch.autograd.grad(o, list(leaves.values()), grad, retain_graph=True)
     second = torch.autograd.grad(o, list(leaves.values()), grad)
@@ -67,7 +67,7 @@ def test_two_forwards_before_their_backwards(kda, saving: bool):
     call = Case(name="two layers", T=70, final_state=False, backward=True, options=options).call()
     kda.run(call)
     grad = call.grads["o"].to(kda.device)
-    first = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    first = kda.on_device(call)
     layers = [{n: t.requires_grad_() for n, t in x.items()} for x in (first, {n: t.flip(1) for n, t in first.items()})]
 
     def gradients(o: torch.Tensor, leaves: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -84,39 +84,36 @@ def test_two_forwards_before_their_backwards(kda, saving: bool):
 @requires(Feature.CHUNK)
 def test_compiled_code_does_not_depend_on_length(kda):
     """FAILURES 20: 100 random lengths: nothing is compiled after the first few."""
-    if kda.target.interpreted:
-        pytest.skip("the interpreter compiles nothing")
     whole = Case(name="lengths", T=400, final_state=False).call()
-    # Lengths that a compiler may treat as special: 1, multiples of 16, and neither; below and past a chunk.
-    for T in (1, 7, 16, 48, 63, 64, 65, 128, 300, 384):
-        kda.run(whole.slice_tokens(0, T))
     generator = torch.Generator().manual_seed(0)
-    with _compilations() as compiled:
-        for _ in range(100):
-            T = int(torch.randint(1, 400, (), generator=generator))
-            kda.run(whole.slice_tokens(0, T))
-            del kda.records[1:]
-    assert not compiled, f"compiled again: {compiled}"
+    # Lengths that a compiler may treat as special: 1, multiples of 16, and neither; below and past a chunk.
+    first = [whole.slice_tokens(0, T) for T in (1, 7, 16, 48, 63, 64, 65, 128, 300, 384)]
+    lengths = torch.randint(1, 400, (100,), generator=generator).tolist()
+    _expect_compiled_once(kda, first, (whole.slice_tokens(0, T) for T in lengths))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD, Feature.VARLEN)
 def test_compiled_code_does_not_depend_on_packing(kda):
     """FAILURES 35: 100 random packings, forward and backward: nothing is compiled after the first few."""
+    case = Case(name="packings", final_state=False, backward=True)
+    generator = torch.Generator().manual_seed(0)
+    first = ((400,), (1, 399), (64, 128, 16), (3, 0, 64, 65, 100), tuple(range(20)))
+    counts = torch.randint(1, 12, (100,), generator=generator).tolist()
+    others = (tuple(torch.randint(0, 100, (N,), generator=generator).tolist()) for N in counts)
+    calls = [(case.having(T=sum(x), lengths=x).call() for x in packings) for packings in (first, others)]
+    _expect_compiled_once(kda, *calls)
+
+
+def _expect_compiled_once(kda: Subject, first: Iterable[Call], others: Iterable[Call]) -> None:
+    """Nothing is compiled for the other calls, once the first ones were made."""
     if kda.target.interpreted:
         pytest.skip("the interpreter compiles nothing")
-    case = Case(name="packings", T=400, lengths=(400,), final_state=False, backward=True)
-
-    def run(*lengths: int) -> None:
-        kda.run(case.having(T=sum(lengths), lengths=lengths).call())
-        del kda.records[1:]
-
-    for lengths in ((400,), (1, 399), (64, 128, 16), (3, 0, 64, 65, 100), tuple(range(20))):
-        run(*lengths)
-    generator = torch.Generator().manual_seed(0)
+    for call in first:
+        kda.run(call)
     with _compilations() as compiled:
-        for _ in range(100):
-            N = int(torch.randint(1, 12, (), generator=generator))
-            run(*torch.randint(0, 100, (N,), generator=generator).tolist())
+        for call in others:
+            kda.run(call)
+            del kda.records[1:]
     assert not compiled, f"compiled again: {compiled}"
 
 

@@ -1,4 +1,4 @@
-"""Steps captured in a CUDA graph: of training, of drafts that leave records, and of a layer that decodes.
+"""Steps under ``torch.compile`` and in a CUDA graph: of training, of drafts with records, and of a layer that decodes.
 Plain calls on a pool are in ``test_paged_pool``.
 """
 
@@ -20,6 +20,25 @@ from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
 
 
+@requires(Feature.CHUNK, Feature.BACKWARD)
+@pytest.mark.parametrize("lengths", [(), (50, 0, 1, 19)], ids=["dense", "packed"])
+def test_compiled_training_step(kda, lengths: tuple[int, ...]):
+    """Compiled in one graph, results and gradients are right; a backward that needs autograd's graph returns zeros."""
+    dtype = FP32 if kda.takes(FP32) else BF16
+    call = Case(name=f"compiled {lengths}", T=70, lengths=lengths, backward=True, **PLAIN[dtype]).call()
+    kda.check(call)
+    tensors = kda.on_device(call)
+    names = [n for n in DIFFERENTIABLE if n in tensors]
+    leaves = [tensors[n].requires_grad_() for n in names]
+    torch.compiler.reset()  # forget code that other calls compiled
+    forward = torch.compile(lambda given: call(given, kda.name)[:2], fullgraph=True, backend="aot_eager")
+    o, final_state = forward(tensors)
+    grads = torch.autograd.grad([o, final_state], leaves, [call.grads[n].to(kda.device) for n in ("o", "final_state")])
+    found = {"o": o.detach(), "final_state": final_state.detach()}
+    found |= {f"d{n}": grad.reshape(call.request_shape(n)) for n, grad in zip(names, grads, strict=True)}
+    kda.compare(call, {n: t.cpu() for n, t in found.items()})
+
+
 def _needs_graphs(kda: Subject) -> None:
     if kda.device.type != "cuda":
         pytest.skip(f"torch has no graphs for {kda.device.type}")
@@ -36,7 +55,7 @@ def test_training_step_in_a_graph(kda, lengths: tuple[int, ...], recompute: bool
     name = f"step in a graph {lengths} {recompute}"
     call = Case(name=name, T=121, lengths=lengths, backward=True, options=options, **shape).call()
     kda.check(call)
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items() if n != "cu_seqlens_cpu"}
+    tensors = kda.on_device(call)
     leaves = [tensors[n].requires_grad_() for n in DIFFERENTIABLE if n in tensors]
     grads = [call.grads[n].to(kda.device) for n in ("o", "final_state")]
 
@@ -124,7 +143,7 @@ def test_drafts_with_records_in_a_graph(kda):
     _needs_graphs(kda)
     call = _pool_call(kda, 3).recorded()
     earlier = kda.check(call)["records"].to(kda.device)
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    tensors = kda.on_device(call)
     pool, slots, records = (tensors[n] for n in ("initial_state", "ssm_state_indices", "records"))
     pool.nan_to_num_(0.25)
     counts = torch.zeros_like(slots)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import kda_core
 from kda_core.capabilities import Feature
+from kda_core.testing import references
 from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires, slow
@@ -34,30 +37,72 @@ def sequences(kda, op: str, T: int, N: int = 3, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(torch.arange(N, dtype=torch.int32), N)).call()
 
 
+def on(
+    slots: torch.Tensor, accepted: tuple = (), elsewhere: tuple = (), more: dict[str, Any] | None = None, **fields
+) -> tuple[dict, Callable[[Call], Call]]:
+    """Fields of a case, and what puts its call on slots of a pool of 20.
+
+    Args:
+        slots: that are read. accepted: tokens. elsewhere: arguments of ``written_elsewhere``. more: of the call.
+    """
+
+    def build(call: Call) -> Call:
+        counts = indices(*accepted) if accepted else None
+        call = call.having(**(more or {})).in_pool(slots, 20, counts)
+        return call.written_elsewhere(*elsewhere) if elsewhere else call
+
+    return fields, build
+
+
+V_FIRST = {"V": 64, "options": {"state_v_first": True}}
+MIDDLE = {"has_initial_state": torch.tensor([False, True, False])}
+"""The others start from zero, whatever their slots hold (NaN here)."""
 POOLS = {
-    # name: fields of the case, slots of its three sequences
-    "int32": ({}, indices(4, 0, 2)),
-    "int64": ({}, indices(4, 0, 2, dtype=torch.int64)),
-    "one column": ({}, indices([4], [0], [2])),
-    "a column of a table": ({"strided": frozenset({"ssm_state_indices"})}, indices(4, 0, 2)),
-    "strided": ({"strided": frozenset({"q", "k", "v", "g", "beta", "initial_state"})}, indices(4, 0, 2)),
-    "V first": ({"V": 64, "options": {"state_v_first": True}}, indices(1, 3, 0)),
-    "bfloat16": ({"state": BF16}, indices(1, 3, 0)),
-    "float16": ({"state": FP16}, indices(1, -1, 0)),
-    "float16 V first": ({"state": FP16, "V": 64, "options": {"state_v_first": True}}, indices(1, 3, 0)),
-    "all in kernel": ({"HV": 6, **SOFTPLUS, **BFLOAT16}, indices(1, 3, 0)),
+    "int32": on(indices(4, 0, 2)),
+    "int64": on(indices(4, 0, 2, dtype=torch.int64)),
+    "one column": on(indices([4], [0], [2])),
+    "a column of a table": on(indices(4, 0, 2), strided=frozenset({"ssm_state_indices"})),
+    "strided": on(indices(4, 0, 2), strided=frozenset({"q", "k", "v", "g", "beta", "initial_state"})),
+    "V first": on(indices(1, 3, 0), **V_FIRST),
+    "bfloat16": on(indices(1, 3, 0), state=BF16),
+    "float16": on(indices(1, -1, 0), state=FP16),
+    "float16 V first": on(indices(1, 3, 0), state=FP16, **V_FIRST),
+    "all in kernel": on(indices(1, 3, 0), HV=6, **SOFTPLUS, **BFLOAT16),
     # The pool is advanced whether or not the final state is asked for.
-    "no final state": ({"final_state": False}, indices(4, 0, 2)),
+    "no final state": on(indices(4, 0, 2), final_state=False),
     # No other slot changes, least of all the last.
-    "padding": ({}, indices(-1, 3, -1)),
-    "own padding index": ({"options": {"pad_slot_id": 2}}, indices(2, 4, -3)),
-    "negative padding index": ({"options": {"pad_slot_id": -7}}, indices(-7, 4, -3)),
+    "padding": on(indices(-1, 3, -1)),
+    "own padding index": on(indices(2, 4, -3), more={"pad_slot_id": 2}),
+    "negative padding index": on(indices(-7, 4, -3), more={"pad_slot_id": -7}),
     # As vLLM counts: slot 0 is nobody's. It holds NaN here, and keeps it.
-    "null slot": ({"options": {"pad_slot_id": 0}}, indices(0, 4, 0)),
-    "null slot and padding": ({"options": {"pad_slot_id": 0}}, indices(5, -1, 2)),
-    "nothing but padding": ({}, indices(-1, -1, -1)),
-    "padding into out": ({"given_out": True}, indices(-1, 3, 0)),
-}
+    "null slot": on(indices(0, 4, 0), more={"pad_slot_id": 0}),
+    "null slot and padding": on(indices(5, -1, 2), more={"pad_slot_id": 0}),
+    "nothing but padding": on(indices(-1, -1, -1)),
+    "padding into out": on(indices(-1, 3, 0), given_out=True),
+    "fresh": on(indices(4, 0, 2), more=MIDDLE),
+    "fresh and skipped": on(
+        indices(-1, 3, 0), more={"has_initial_state": torch.tensor([False, False, True])}, state=BF16,
+        strided=frozenset({"has_initial_state"}), **V_FIRST,
+    ),
+    # A sequence that starts from zero leaves its slot as it was, ...
+    "fresh, outputs alone": on(indices(4, 0, 2), more=MIDDLE | {"update_state": False}, final_state=False),
+    # ... and this one the slot that it does not read.
+    "fresh, elsewhere": on(indices(4, 0, 2), (), (indices(6, 7, 3),), MIDDLE),
+    # Two sequences may read one slot: copy on write.
+    "elsewhere": on(indices(4, 4, 2), (), (indices(0, 7, 3),)),
+    "elsewhere, a column": on(indices(4, 4, 2), (), (indices([0], [-1], [3]),)),
+    # A null slot drops a state that would be written, and skips a row that would read it.
+    "elsewhere, null slot": on(indices(4, 4, 0), (), (indices(0, 1, 2),), {"pad_slot_id": 0}, final_state=False),
+    "another pool, null slot": on(indices(4, 4, 0), (), (indices(0, 1, 2), 4), {"pad_slot_id": 0}),
+    # Slots of both pools may have the same numbers, and dtypes may differ.
+    "another pool": on(indices(4, -1, 4), (), (indices(4, 0, 1), 5)),
+    "another pool in bfloat16": on(indices(4, 0, 2), (), (indices(1, 3, 0), 4, BF16), **V_FIRST),
+    "another pool in float32": on(indices(4, 0, 2), (), (indices(1, 3, 0), 4, FP32), state=BF16, **V_FIRST),
+    "another pool, strided": on(
+        indices(4, 0, 2), (), (indices(3, 1, 4), 5), final_state=False,
+        strided=frozenset({"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"}),
+    ),
+}  # fmt: skip
 
 
 @FUNCTIONS
@@ -65,10 +110,11 @@ POOLS = {
 def test_pool(kda, op: str, T: int, name: str):
     """FAILURES 8, 9, 10, 12: slots in any order, among slots full of NaN that must be neither read nor written.
 
-    Sequences at a negative index, or at that of padding, are skipped: their rows are zero.
+    Sequences at a negative index, or at that of padding, are skipped: their rows are zero. Slots that are not written
+    stay as they were, bit for bit.
     """
-    fields, slots = POOLS[name]
-    kda.check(sequences(kda, op, T, **fields).in_pool(slots, 6))
+    fields, build = POOLS[name]
+    kda.check(build(sequences(kda, op, T, **fields)))
 
 
 @FUNCTIONS
@@ -167,3 +213,84 @@ def test_pool_at_the_first_call_of_a_process(kda, op: str, T: int, tmp_path):
     command = [sys.executable, "-I", "-c", program, kda.name, str(kda.device), op, str(T)]
     child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
+
+
+SPEC = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.SPEC_DECODE)
+
+
+def draft(kda, T: int = 3, **fields) -> Call:
+    """Three requests of T tokens, in a dtype that is served."""
+    name = " ".join(["draft", *sorted(fields)])
+    case = Case(name=name, op="fused_recurrent_kda", B=3, T=T, state=FP32).having(**fields)
+    slots = torch.arange(3 * T, dtype=torch.int32).view(3, T)
+    return kda.near(case, lambda near: near.call().in_pool(slots, 3 * T)).call()
+
+
+SLOTS = indices([8, 1, 2], [0, 4, 9], [6, 3, 7])
+EARLIER, WRITTEN = indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
+DRAFTS = {
+    "from the first": on(SLOTS),
+    "mixed": on(SLOTS, (1, 2, 3)),
+    "other": on(SLOTS, (3, 3, 1)),
+    # The slots behind stay as they are.
+    "shorter than its slots": on(indices([8, 1, 2, 5], [0, 4, 9, 10], [6, 3, 7, 11]), (1, 4, 2), T=2),
+    "all in kernel": on(SLOTS, (2, 1, 3), HV=6, state=BF16, **V_FIRST, **SOFTPLUS, **BFLOAT16),
+    "float16 pool": on(SLOTS, (2, 1, 3), state=FP16, dtype=FP16, gate_dtype=FP16),
+    # A row that starts at a negative index is skipped; a negative index later drops that token's state.
+    "padding": on(indices([-1, -1, -1], [0, 4, -1], [6, -1, 7])),
+    "own padding index": on(indices([5, 5, 5], [0, 4, 5], [6, 5, 7]), more={"pad_slot_id": 5}),
+    "null slot": on(indices([8, 0, 2], [0, 4, 9], [6, 3, 0]), more={"pad_slot_id": 0}),
+    "null slot, accepted": on(indices([8, 0, 2], [0, 4, 9], [6, 3, 0]), (1, 2, 3), more={"pad_slot_id": 0}),
+    # A draft that starts from zero does not read the slot of its last accepted token.
+    "fresh": on(indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), (2, 1, 3), more={"has_initial_state": torch.arange(3) < 1}),
+    # No slot of the table is written; they need not differ.
+    "outputs alone": on(
+        indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), (2, 1, 3), more={"update_state": False}, final_state=False
+    ),
+    # From a committed pool into a buffer of the states after every token, which may have another dtype.
+    "elsewhere": on(indices(2, -1, 2), (), (WRITTEN, 10)),
+    "elsewhere in bfloat16": on(indices(2, -1, 2), (), (WRITTEN, 10, BF16)),
+    # A slot for every token is read as well: the last accepted one.
+    "from drafts": on(EARLIER, (3, 1, 2), (WRITTEN + 9,)),
+    "from drafts, last states": on(EARLIER, (3, 1, 2), (indices(9, 12, -1),)),
+}
+
+
+@SPEC
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft(kda, name: str):
+    """FAILURES 8: slot [n, i] holds the state after token i; the start is slot [n, accepted - 1]."""
+    fields, build = DRAFTS[name]
+    kda.check(build(draft(kda, **fields)))
+
+
+@SPEC
+def test_draft_packed(kda):
+    """Packed drafts of different lengths; boundaries, slots and counts are slices of wider tensors."""
+    case = Case(name="packed drafts", op="fused_recurrent_kda", T=6, lengths=(3, 1, 2), state=FP32)
+    call = case.call().in_pool(SLOTS, 10, torch.tensor([2, 1, 3]))
+    kda.check(replace(call, strided=frozenset({"cu_seqlens", "ssm_state_indices", "num_accepted_tokens"})))
+
+
+@SPEC
+@pytest.mark.parametrize("accepted", [0, 4, 2**40], ids=["below", "above", "past 32 bits"])
+def test_draft_accepted_out_of_range(kda, accepted: int):
+    """FAILURES 11: a count outside [1, 1 + S]: ValueError on the CPU, clamped elsewhere; other slots stay."""
+    counts = torch.tensor([1, accepted, 2], dtype=torch.int64 if accepted > 4 else torch.int32)
+    call = draft(kda).in_pool(SLOTS, 10, counts.clamp(1, 3))
+    kda.check(call)
+    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()} | {"num_accepted_tokens": counts.to(kda.device)}
+    pool, before = tensors["initial_state"], call.tensors["initial_state"]
+    if kda.device.type == "cpu":
+        with pytest.raises(ValueError, match="num_accepted_tokens"):
+            call(tensors, kda.name)
+        assert same_bits(pool, before)
+        return
+    with torch.no_grad():
+        o, _ = call(tensors, kda.name)
+    expected = references.results(call)
+    kda.expect(call, "o", o.cpu(), expected["o"], "clamped")
+    written = call.written_slots()
+    kda.expect(call, "final_state", pool[written].cpu(), expected["final_state"], "clamped")
+    others = [slot for slot in range(10) if slot not in written]
+    assert same_bits(pool[others].cpu(), before[others])

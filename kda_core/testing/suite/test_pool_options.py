@@ -13,9 +13,8 @@ from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP32, FP64, Case
 from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires
-from kda_core.testing.suite import test_paged_pool, test_spec_decode
+from kda_core.testing.suite import test_paged_pool
 from kda_core.testing.suite.test_paged_pool import FUNCTIONS
-from kda_core.testing.suite.test_spec_decode import SPEC
 
 FRESH = requires(Feature.HAS_INITIAL_STATE)
 KEPT = requires(Feature.NO_STATE_UPDATE)
@@ -25,50 +24,11 @@ ELSEWHERE = requires(Feature.FINAL_STATE_INDICES)
 
 # The states are asked for only where a test says so: the pool is what is looked at.
 sequences = partial(test_paged_pool.sequences, final_state=False)
-draft = partial(test_spec_decode.draft, final_state=False)
+draft = partial(test_paged_pool.draft, final_state=False)
 
 
 def _flags(*given: bool) -> torch.Tensor:
     return torch.tensor(given)
-
-
-MIDDLE = {"has_initial_state": _flags(False, True, False)}
-"""The others start from zero, whatever their slots hold (NaN here)."""
-V_FIRST = {"V": 64, "options": {"state_v_first": True}}
-STRIDED = frozenset({"ssm_state_indices", "final_state_indices", "initial_state", "final_state_pool"})
-
-CALLS = {
-    # name: fields of the case, further arguments, slots that are read, arguments of ``written_elsewhere``
-    "fresh": ({}, MIDDLE, (4, 0, 2), None),
-    "fresh and skipped": (
-        {"state": BF16, "strided": frozenset({"has_initial_state"}), **V_FIRST},
-        {"has_initial_state": _flags(False, False, True)}, (-1, 3, 0), None,
-    ),
-    # A sequence that starts from zero leaves its slot as it was, ...
-    "fresh, outputs alone": ({}, MIDDLE | {"update_state": False}, (4, 0, 2), None),
-    # ... and this one the slot that it does not read.
-    "fresh, elsewhere": ({}, MIDDLE, (4, 0, 2), (indices(6, 7, 3),)),
-    # Two sequences may read one slot: copy on write.
-    "elsewhere": ({}, {}, (4, 4, 2), (indices(0, 7, 3),)),
-    "elsewhere, a column": ({}, {}, (4, 4, 2), (indices([0], [-1], [3]),)),
-    # A null slot drops a state that would be written, and skips a row that would read it.
-    "elsewhere, null slot": ({}, {"pad_slot_id": 0}, (4, 4, 0), (indices(0, 1, 2),)),
-    "another pool, null slot": ({}, {"pad_slot_id": 0}, (4, 4, 0), (indices(0, 1, 2), 4)),
-    # Slots of both pools may have the same numbers, and dtypes may differ.
-    "another pool": ({"final_state": True}, {}, (4, -1, 4), (indices(4, 0, 1), 5)),
-    "another pool in bfloat16": (V_FIRST, {}, (4, 0, 2), (indices(1, 3, 0), 4, BF16)),
-    "another pool in float32": ({"state": BF16, **V_FIRST}, {}, (4, 0, 2), (indices(1, 3, 0), 4, FP32)),
-    "another pool, strided": ({"strided": STRIDED}, {}, (4, 0, 2), (indices(3, 1, 4), 5)),
-}  # fmt: skip
-
-
-@FUNCTIONS
-@pytest.mark.parametrize("name", CALLS)
-def test_pool_as_of_a_server(kda, op: str, T: int, name: str):
-    """Right results in the slots that are written; all others stay as they were, bit for bit."""
-    fields, arguments, slots, elsewhere = CALLS[name]
-    call = sequences(kda, op, T, **fields).having(**arguments).in_pool(indices(*slots), 8)
-    kda.check(call if elsewhere is None else call.written_elsewhere(*elsewhere))
 
 
 @requires(Feature.CHUNK, Feature.PAGED_STATE)
@@ -81,34 +41,6 @@ def test_pool_empty_sequence(kda, name: str):
     for empty in (call, call.decoding()):
         pooled = empty.in_pool(indices(1, 4, 0), 8)
         kda.check(pooled.written_elsewhere(indices(5, 6, 7)) if name == "elsewhere" else pooled)
-
-
-TABLE = indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
-DRAFTS = {
-    # name: further arguments, slots that are read, accepted tokens, arguments of ``written_elsewhere``
-    # A draft that starts from zero does not read the slot of its last accepted token.
-    "fresh": (
-        {"has_initial_state": _flags(True, False, False)}, indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), (2, 1, 3), None
-    ),
-    # No slot of the table is written; they need not differ.
-    "outputs alone": ({"update_state": False}, indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), (2, 1, 3), None),
-    # From a committed pool into a buffer of the states after every token, which may have another dtype.
-    "elsewhere": ({}, indices(2, -1, 2), None, (TABLE, 10)),
-    "elsewhere in bfloat16": ({}, indices(2, -1, 2), None, (TABLE, 10, BF16)),
-    # A slot for every token is read as well: the last accepted one.
-    "from drafts": ({}, indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), (3, 1, 2), (TABLE + 9,)),
-    "from drafts, last states": ({}, indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), (3, 1, 2), (indices(9, 12, -1),)),
-}  # fmt: skip
-
-
-@SPEC
-@pytest.mark.parametrize("name", DRAFTS)
-def test_draft_as_of_a_server(kda, name: str):
-    """The same for drafts with a slot for every token."""
-    arguments, slots, accepted, elsewhere = DRAFTS[name]
-    counts = None if accepted is None else indices(*accepted)
-    call = draft(kda).having(**arguments).in_pool(slots, 20, counts)
-    kda.check(call if elsewhere is None else call.written_elsewhere(*elsewhere))
 
 
 @FUNCTIONS
