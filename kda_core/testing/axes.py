@@ -17,7 +17,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "beta": ("given", "sigmoid", "negative eigenvalues"),
     "q and k": ("as given", "l2norm"),
     "initial state": (
-        *("none", "float32", "bfloat16", "float16", "pool", "bfloat16 pool", "float16 pool", "slot for every token"),
+        "none", "float32", "bfloat16", "float16", "pool", "bfloat16 pool", "float16 pool", "slot for every token",
     ),
     "final state": ("no", "yes"),
     "state layout": ("K first", "V first"),
@@ -29,7 +29,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "recompute": ("on", "off"),
     "inputs": ("contiguous", "strided"),
     "out": ("fresh", "given"),
-}
+}  # fmt: skip
 """Every axis with its values, in the order of the report."""
 
 

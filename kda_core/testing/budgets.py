@@ -159,8 +159,8 @@ def budgets(call: Call, device: torch.device = CPU, flushed_below: float | None 
     """
     # Only the slots that the call writes are compared, so only these sequences count in the samples too.
     advanced = call.advanced_sequences() if call.has_pool else None
-    draft = call if call.has_draft else None
-    dtypes = result_dtypes(call.request())
+    request = call.request()
+    draft, dtypes = call if request.writes_every_token else None, result_dtypes(request)
     call = call.without_pool()
     seed = call.digest()
     if flushed_below is None:

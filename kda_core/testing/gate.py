@@ -21,7 +21,7 @@ from kda_core.testing.axes import DTYPES
 from kda_core.testing.budgets import FACTOR, Budget, Error, compare, measure
 from kda_core.testing.inputs import guards, placed
 from kda_core.testing.rounding import FUNCTION_ULPS, RELATIVE_RMS, unit_roundoff
-from kda_core.testing.subject import Mismatch, Record, Subject
+from kda_core.testing.subject import Mismatch, Record, Subject, expect_kind
 
 DIFFERENTIABLE = ("g", "A_log", "dt_bias")
 
@@ -44,12 +44,9 @@ def arguments(
 
 
 def check(
-    subject: Subject,
-    tensors: dict[str, Tensor],
-    lower_bound: float | None = None,
-    backward: bool = False,
+    subject: Subject, tensors: dict[str, Tensor], lower_bound: float | None = None, backward: bool = False,
     wrt: Collection[str] = DIFFERENTIABLE,
-) -> None:
+) -> None:  # fmt: skip
     """Call ``kda_gate`` and compare its result (and gradients) with the oracle's.
 
     Args:
@@ -62,16 +59,11 @@ def check(
     g = tensors["g"]
     by_head = {n: t.reshape(g.shape[-2:]) if n == "dt_bias" else t for n, t in tensors.items()}
     request = GateRequest(**by_head, lower_bound=lower_bound, save_for_backward=backward)
-    record = Record(
-        subject.name,
-        {"function": ["kda_gate"], "direction": ["forward", "backward"] if backward else ["forward"]},
-        DTYPES[g.dtype],
-        sorted(f.name for f in request.features),
-        "kda_gate",
-    )
+    axes = {"function": ["kda_gate"], "direction": ["forward", "backward"] if backward else ["forward"]}
+    features = sorted(request.features, key=lambda f: f.name)
+    record = Record(subject.name, axes, DTYPES[g.dtype], [f.name for f in features], "kda_gate")
     subject.records.append(record)
-    capabilities = subject.info.capabilities
-    reasons = [r for f in sorted(request.features, key=lambda f: f.name) if (r := capabilities.refusal(f)) is not None]
+    reasons = [r for f in features if (r := subject.info.capabilities.refusal(f)) is not None]
     there = {n: placed(t, subject.device).requires_grad_(backward and n in wrt) for n, t in tensors.items()}
     before = {n: guards(t.detach()).clone() for n, t in there.items()}
     cotangent = _cotangent(g.shape, request.output_dtype) if backward else None
@@ -87,8 +79,7 @@ def check(
     for name, (expected, dtype, budget) in expectations(tensors, lower_bound, request.output_dtype, cotangent).items():
         if name not in got:
             continue
-        if got[name].shape != expected.shape or got[name].dtype != dtype:
-            raise Mismatch(f"{name}: expected {list(expected.shape)} {dtype}, got {got[name].shape} {got[name].dtype}")
+        expect_kind(name, got[name], expected.shape, dtype, torch.device("cpu"))
         by_head = (_by_head(name, t, g) for t in (got[name], expected))
         error, _, problem = compare(name, *by_head, dtype, budget, _place)
         record.note(name, error, budget)
@@ -157,11 +148,7 @@ def _call(
 
 
 def _evaluate(
-    tensors: dict[str, Tensor],
-    bound: float | None,
-    dtype: torch.dtype,
-    cotangent: Tensor | None,
-    rate_error: float = 0.0,
+    tensors: dict[str, Tensor], bound: float | None, dtype: torch.dtype, cotangent: Tensor | None, rate_error: float = 0
 ) -> dict[str, Tensor]:
     """The gate and its gradients in ``dtype``, with rates that are larger by the relative error ``rate_error``."""
     x = {n: t.to(dtype, copy=True) for n, t in tensors.items()}

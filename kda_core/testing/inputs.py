@@ -70,16 +70,6 @@ class Call:
         """Whether the call advances states in place."""
         return "ssm_state_indices" in self.tensors or self.options.get("inplace_final_state", False)
 
-    @property
-    def has_draft(self) -> bool:
-        """Whether every token has a slot that is written."""
-        return self.request().writes_every_token
-
-    @property
-    def written_states(self) -> str | None:
-        """Name of the pool that the call writes to, or None."""
-        return self.request().written_states
-
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
         cu = self.tensors.get("cu_seqlens")
@@ -184,15 +174,6 @@ class Call:
             if passed.any() if given is None else not same_bits(passed, given[empty]):
                 found.append(f"{name}: a sequence without tokens must pass on what it is given, bit for bit")
         return found
-
-    def written_names(self) -> frozenset[str]:
-        """The arguments that the call writes to."""
-        names = [self.written_states, self.request().checkpoint_states, "out" if self.given_out else None]
-        return frozenset(filter(None, [*names, "records" if "records" in self.tensors else None]))
-
-    def request_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor in the request (dt_bias is [HV, K] there)."""
-        return tuple(getattr(self.request(), name).shape)
 
     def decoding(self) -> Call:
         """The same sequences for ``fused_recurrent_kda``, which has no chunks."""

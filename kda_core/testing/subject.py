@@ -6,7 +6,7 @@ A call that the backend does not declare is made too: it must be refused with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ Results = dict[str, Tensor]
 @dataclass
 class Record:
     """The record of one call, for the report.
+
     Attributes:
         status: "served", or that of ``Refused``, with its ``reasons``.
         axes: axis values of the call (``axes.axes``).
@@ -134,8 +135,20 @@ def refusal_of(action: Callable[[], object]) -> Refused | None:
     return None
 
 
+def expect_kind(
+    name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, strided: bool = False
+) -> None:
+    """``strided``: it may have any strides."""
+    if tuple(t.shape) != tuple(shape) or t.dtype != dtype or t.device != device:
+        got = f"{list(t.shape)} {t.dtype} on {t.device}"
+        raise Mismatch(f"{name}: expected {list(shape)} {dtype} on {device}, got {got}")
+    if not strided and not t.is_contiguous():
+        raise Mismatch(f"{name}: expected a contiguous tensor, got strides {t.stride()}")
+
+
 def undeclared(info: BackendInfo, r: Request, features: Collection[Feature] | None = None) -> list[str]:
     """The reasons for which a backend's declared capabilities refuse a request; empty if they allow it.
+
     Args:
         features: that the call needs; None: those of the request.
     """
@@ -222,13 +235,10 @@ class Subject:
             Mismatch: it breaks the contract.
         """
         request = call.request()
-        record = Record(
-            self.name,
-            axes(request) | self._placement_axes(call),
-            DTYPES[request.q.dtype],
-            sorted(f.name for f in self._features(request, call)),
-            call.name,
-        )
+        features = sorted(f.name for f in self._features(request, call))
+        placement = {"inputs": ["strided" if _is_strided(call) else "contiguous"]}
+        placement |= {"out": ["given" if call.given_out else "fresh"]}
+        record = Record(self.name, axes(request) | placement, DTYPES[request.q.dtype], features, call.name)
         self.records.append(record)
         reasons = self._refusals(request, call)
         if self.target.interpreted and not reasons:
@@ -256,10 +266,10 @@ class Subject:
         """Make the call once on new copies of its tensors, with the checks of ``run``."""
         tensors = {n: placed(t, self._device_of(n), n in call.strided) for n, t in call.tensors.items()}
         if call.given_out:
-            tensors["out"] = poisoned(self._o_shape(request), request.q.dtype, self.device, "out" in call.strided)
+            tensors["out"] = poisoned(request.v.shape, request.q.dtype, self.device, "out" in call.strided)
         before = {n: guards(t).clone() for n, t in tensors.items()}
         try:
-            results = self._differentiated(call, tensors, wrt) if call.grads else self._plain(call, request, tensors)
+            results = self._answered(call, request, tensors, wrt)
         except UnsupportedCall as error:
             self.expect_untouched(before, tensors, frozenset())
             raise record.refused(error, reasons) from None
@@ -267,8 +277,10 @@ class Subject:
             raise Mismatch(str(error)) from None
         if reasons:
             raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
-        self.expect_untouched(before, tensors, call.written_names())
-        self._expect_pool(call, before, tensors)
+        written = frozenset(request.written) & tensors.keys()
+        self.expect_untouched(before, tensors, written)
+        for name in written:
+            self._expect_rest_untouched(call, name, before[name], tensors[name])
         if wrong := call.faults(results):
             raise Mismatch("; ".join(wrong))
         return results
@@ -288,17 +300,14 @@ class Subject:
         Raises:
             Refused, Mismatch: as ``run``.
         """
-        if isinstance(call, Case):
-            case, call = call, build(call)
-            try:
-                results = self.run(call)
-            except Refused as refusal:
-                found = None if refusal.status == "left out" else self._nearest(case, build, about)
-                if found is None:
-                    raise
-                call = found[1](found[0])
-                results = self.run(call)
-        else:
+        case, call = (call, build(call)) if isinstance(call, Case) else (None, call)
+        try:
+            results = self.run(call)
+        except Refused as refusal:
+            found = None if case is None or refusal.status == "left out" else self._nearest(case, build, about)
+            if found is None:
+                raise
+            call = found[1](found[0])
             results = self.run(call)
         self.compare(call, results)
         return results
@@ -383,12 +392,6 @@ class Subject:
         # A call's own tensors may be expanded; the kit passes contiguous copies by default.
         return set(r.features) - {Feature.STRIDED_INPUT} | strided | out
 
-    def _placement_axes(self, call: Call) -> dict[str, list[str]]:
-        return {
-            "inputs": ["strided" if _is_strided(call) else "contiguous"],
-            "out": ["given" if call.given_out else "fresh"],
-        }
-
     def _refusals(self, r: Request, call: Call) -> list[str]:
         return undeclared(self.info, r, self._features(r, call))
 
@@ -399,24 +402,23 @@ class Subject:
     def _device_of(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cu_seqlens_cpu" else self.device
 
-    def _o_shape(self, r: Request) -> tuple[int, ...]:
-        return (r.B, r.T, r.HV, r.V)
-
-    def _plain(self, call: Call, r: Request, tensors: dict[str, Tensor]) -> Results:
+    def _answered(self, call: Call, r: Request, tensors: dict[str, Tensor], wrt: Collection[str]) -> Results:
+        if call.grads:
+            return self._differentiated(call, r, tensors, wrt)
         with torch.no_grad():
             answer = call(tensors, self.name)
         results = self._named(call, r, answer)
         if call.given_out and results["o"].data_ptr() != tensors["out"].data_ptr():
             raise Mismatch("o is not the buffer that was passed as out")
         if call.has_pool:
-            pool = tensors[call.written_states or "initial_state"]
+            pool = tensors[r.written_states or "initial_state"]
             if "final_state" in results and results["final_state"].data_ptr() != pool.data_ptr():
                 raise Mismatch("final_state is not the pool that was advanced in place")
             results["pool"] = pool
             if "records" in tensors:
                 results["records"] = tensors["records"]
             if "checkpoint_indices" in call.tensors:
-                kept = tensors[call.request().checkpoint_states or "checkpoint_pool"]
+                kept = tensors[r.checkpoint_states or "checkpoint_pool"]
                 results["checkpoints"] = kept[call.checkpoint_slots()]
         moved = {n: t.to("cpu", copy=True) for n, t in results.items()}
         if call.has_pool:
@@ -425,7 +427,7 @@ class Subject:
 
     def _named(self, call: Call, r: Request, answer: tuple) -> Results:
         """The results by name, their presence, shapes, dtypes and device checked."""
-        expected = {"o": (self._o_shape(r), r.q.dtype)}
+        expected = {"o": (tuple(r.v.shape), r.q.dtype)}
         if r.output_final_state:
             state = r.state_shape if r.written_states is None else tuple(getattr(r, r.written_states).shape)
             expected["final_state"] = (state, r.final_dtype)
@@ -438,20 +440,15 @@ class Subject:
         if results.keys() != expected.keys():
             raise Mismatch(f"returned {', '.join(results)}, expected {', '.join(expected)}")
         for name, (shape, dtype) in expected.items():
-            t = results[name]
-            if tuple(t.shape) != shape or t.dtype != dtype or t.device != self.device:
-                got = f"{list(t.shape)} {t.dtype} on {t.device}"
-                raise Mismatch(f"{name}: expected {list(shape)} {dtype} on {self.device}, got {got}")
-            written = {"o": call.given_out, "final_state": call.has_pool}
-            if not t.is_contiguous() and not written.get(name, False):
-                raise Mismatch(f"{name}: expected a contiguous tensor, got strides {t.stride()}")
+            written = {"o": call.given_out, "final_state": call.has_pool}.get(name, False)
+            expect_kind(name, results[name], shape, dtype, self.device, written)
         return results
 
-    def _differentiated(self, call: Call, tensors: dict[str, Tensor], wrt: Collection[str]) -> Results:
+    def _differentiated(self, call: Call, r: Request, tensors: dict[str, Tensor], wrt: Collection[str]) -> Results:
         names = [n for n in DIFFERENTIABLE if n in tensors and n in wrt]
         for n in names:
             tensors[n].requires_grad_()
-        outputs = self._named(call, call.request(), call(tensors, self.name))
+        outputs = self._named(call, r, call(tensors, self.name))
         given = {n: placed(g, self.device, f"grad_{n}" in call.strided) for n, g in call.grads.items()}
         before = {n: guards(t).clone() for n, t in given.items()}
         found = torch.autograd.grad(
@@ -460,17 +457,12 @@ class Subject:
         self.expect_untouched(before, given, frozenset())
         results = {n: t.detach().to("cpu", copy=True) for n, t in outputs.items()}
         for n, grad in zip(names, found, strict=True):
-            like = tensors[n]
+            like = tensors[n].requires_grad_(False)
             if grad is None:
                 raise Mismatch(f"d{n}: expected a gradient, got None")
-            if grad.shape != like.shape or grad.dtype != like.dtype or grad.device != like.device:
-                got = f"{list(grad.shape)} {grad.dtype} on {grad.device}"
-                raise Mismatch(f"d{n}: expected {list(like.shape)} {like.dtype} on {like.device}, got {got}")
-            if not grad.is_contiguous():
-                raise Mismatch(f"d{n}: expected a contiguous tensor, got strides {grad.stride()}")
-            expected = call.request_shape(n)
-            results[f"d{n}"] = grad.to("cpu", copy=True).reshape(expected)
-            like.requires_grad_(False)
+            expect_kind(f"d{n}", grad, like.shape, like.dtype, like.device)
+            # dt_bias is [HV, K] in requests.
+            results[f"d{n}"] = grad.to("cpu", copy=True).reshape(getattr(r, n).shape)
         return results
 
     def expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
@@ -478,20 +470,16 @@ class Subject:
             if name not in written and not torch.equal(guards(now[name]), old):
                 raise Mismatch(f"{name} was modified, or memory round it was")
 
-    def _expect_pool(self, call: Call, before: dict[str, Tensor], now: dict[str, Tensor]) -> None:
-        """Everything of a pool (and of ``out``'s surroundings) that the call does not write stays as it was."""
-        for name in call.written_names():
-            t = now[name]
-            restored = guards(t).clone()
-            layout = (t.shape, t.stride(), t.storage_offset())
-            view, old_view = (x.view(t.dtype).as_strided(*layout) for x in (restored, before[name]))
-            if name == "out":
-                view.copy_(old_view)
-            elif name == "records":
-                rows = call.computed_rows().to(t.device)
-                view[rows] = old_view[rows]
-            else:
-                slots = torch.tensor(call.slots_of(name), dtype=torch.long, device=t.device)
-                view[slots] = old_view[slots]
-            if not torch.equal(restored, before[name]):
-                raise Mismatch(f"{name}: memory was written that this call must not touch")
+    def _expect_rest_untouched(self, call: Call, name: str, before: Tensor, t: Tensor) -> None:
+        """All of a pool, of records and of ``out``'s surroundings that the call does not write stays as it was."""
+        restored = guards(t).clone()
+        layout = (t.shape, t.stride(), t.storage_offset())
+        view, old_view = (x.view(t.dtype).as_strided(*layout) for x in (restored, before))
+        if name == "out":
+            written: Any = slice(None)
+        else:
+            rows = call.computed_rows() if name == "records" else torch.tensor(call.slots_of(name), dtype=torch.long)
+            written = rows.to(t.device)
+        view[written] = old_view[written]
+        if not torch.equal(restored, before):
+            raise Mismatch(f"{name}: memory was written that this call must not touch")

@@ -28,6 +28,7 @@ TREES = torch.tensor([[-1, 0, 0], [-1, -1, 0], [-1, 0, 1]])
 @dataclass(frozen=True, slots=True)
 class Row:
     """One output of one case, or a case without a result.
+
     Attributes:
         case: its name; of an untested feature, the feature's.
         output: "o", "final_state", "dq", ...; "" when there is no result (see ``note``).
@@ -84,13 +85,18 @@ def checks() -> list[Check]:
     step = Case(name="decoding step", op=R, B=3, T=1, state=FP32)
     prefill = Case(name="prefill in a pool", T=70, lengths=(5, 0, 65), state=FP32)
     draft = Case(name="draft", op=R, B=3, T=3, state=FP32)
-    elsewhere = torch.tensor([[1, 2, 3], [4, 5, -1], [6, 7, 9]])
+    elsewhere, copies = indices([1, 2, 3], [4, 5, -1], [6, 7, 9]), indices(0, 2, 4)
+    first_alone = torch.tensor([True, False, False])
+    checkpoints = {"checkpoint_indices": indices([2], [2], [4]), "checkpoint_every": 64}
     recorded = frozenset({Feature.DRAFT_RECORDS, Feature.PAGED_STATE})
     kept = {"return_intermediate_states": True}
     in_float32 = kept | {"intermediate_states_dtype": FP32}
 
     def leaves_records(case: Case) -> Call:
         return case.call().in_pool(torch.tensor([1, -1, 0]), 3).recorded()
+
+    def branches(case: Case) -> Call:
+        return leaves_records(case).having(parents=TREES)
 
     return [
         *(_check(case) for case in (*select("verify"), named("float64"))),
@@ -111,40 +117,20 @@ def checks() -> list[Check]:
         _pooled(step.having(name="step in a bfloat16 pool", state=BF16, given_out=True, **_HALF), [4, 0, 2]),
         _check(draft.having(name="draft that leaves records", final_state=False), leaves_records, recorded),
         _check(
-            draft.having(name="tree of draft tokens", final_state=False),
-            lambda case: leaves_records(case).having(parents=TREES),
-            recorded | {Feature.DRAFT_TREES},
+            draft.having(name="tree of draft tokens", final_state=False), branches, recorded | {Feature.DRAFT_TREES}
         ),
         _pooled(draft, [[8, 1, 2], [0, 4, 9], [6, 3, 7]]),
         _pooled(draft.having(name="draft, some accepted"), [[8, 1, 2], [0, 4, 9], [6, 3, 7]], [2, 1, 3]),
-        _pooled(
-            prefill.having(name="prefill in a pool, one from zero"),
-            [3, 0, 1],
-            has_initial_state=torch.tensor([True, False, False]),
-        ),
+        _pooled(prefill.having(name="prefill in a pool, one from zero"), [3, 0, 1], has_initial_state=first_alone),
         _pooled(step.having(name="outputs of a pool alone", final_state=False), [2, 2, 1], update_state=False),
-        _pooled(
-            prefill.having(name="prefill in a pool, copy on write"),
-            [3, 1, 3],
-            final_state_indices=torch.tensor([0, 2, 4]),
-        ),
-        _pooled(
-            prefill.having(name="prefill in a pool, checkpoints"),
-            [3, 1, 0],
-            checkpoint_indices=torch.tensor([[2], [2], [4]]),
-            checkpoint_every=64,
-        ),
+        _pooled(prefill.having(name="prefill in a pool, copy on write"), [3, 1, 3], final_state_indices=copies),
+        _pooled(prefill.having(name="prefill in a pool, checkpoints"), [3, 1, 0], **checkpoints),
         _pooled(draft.having(name="draft, states elsewhere"), [[8], [0], [8]], final_state_indices=elsewhere),
         _gate("softplus gate"),
         _gate("lower-bound gate without A_log", -5.0, A_log=False),
         _gate("gradients of the softplus gate", backward=True),
         _gate("gradients of the lower-bound gate", -5.0, backward=True),
     ]
-
-
-def run(backend: str, device: torch.device | None = None, names: Collection[str] = ()) -> list[Row]:
-    """Check a backend: ``by_case``, the rows of all cases in one list."""
-    return [row for rows in by_case(backend, device, names) for row in rows]
 
 
 def by_case(backend: str, device: torch.device | None = None, names: Collection[str] = ()) -> Iterator[list[Row]]:

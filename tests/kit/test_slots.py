@@ -38,7 +38,7 @@ def drawn(rng: random.Random, op: str) -> Call:
         call = call.written_elsewhere(table(1), rng.choice((0, 40)))
     elif maybe():
         call = call.having(update_state=False, output_final_state=False)
-    if op == "chunk_kda" and call.written_states and maybe():
+    if op == "chunk_kda" and call.request().written_states and maybe():
         call = call.having(checkpoint_indices=table(2).view(N, 2), checkpoint_every=32)
     return call
 
