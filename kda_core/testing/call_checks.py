@@ -30,9 +30,8 @@ from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references
 from kda_core.testing.budgets import Budget
-from kda_core.testing.call_samples import OPTIONS, Sample, Slots, on_cpu
+from kda_core.testing.call_samples import OPTIONS, Kept, Sample, Slots, kept_states, on_cpu
 from kda_core.testing.inputs import Call
-from kda_core.testing.kept_states import Kept, kept_states
 
 Result = TypeVar("Result")
 

@@ -11,12 +11,12 @@ from typing import Any
 from kda_core.capabilities import BackendInfo, Feature
 from kda_core.testing.axes import AXES
 
-STATUSES = ("served", "refused", "rejected", "left out")
 MEANING = {
     "refused": "refused as declared",
     "rejected": "refused by its own word, beyond what it declares",
     "left out": "left out",
 }
+STATUSES = ("served", *MEANING)
 
 
 @dataclass
@@ -35,9 +35,7 @@ class BackendReport:
 
     info: BackendInfo
     device: str
-    coverage: dict[str, dict[str, Counter[str]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(Counter))
-    )
+    coverage: Any = field(default_factory=lambda: defaultdict(lambda: defaultdict(Counter)))
     worst: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     reasons: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     features: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -73,33 +71,25 @@ class BackendReport:
         used = []
         for slack in self.info.slack:
             dtype = None if slack.dtype is None else str(slack.dtype).removeprefix("torch.")
-            shares = [
-                e["share"]
-                for (output, input_dtype), e in self.worst.items()
-                if slack.output in (output, "*") and dtype in (None, input_dtype)
-            ]
+            fitting = [x for x in self.worst if slack.output in (x[0], "*") and dtype in (None, x[1])]
             entry = {"output": slack.output, "dtype": dtype, "factor": slack.factor, "reason": slack.reason}
-            used.append(entry | {"used": max(shares, default=0.0)})
+            used.append(entry | {"used": max((self.worst[x]["share"] for x in fitting), default=0.0)})
         return used
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {
-            "backend": self.info.name,
-            "version": self.info.version,
-            "contract": str(self.info.contract),
-            "device": self.device,
-            "outcomes": self.outcomes,
-            "features": {f.name: f in self.info.capabilities.features for f in Feature},
-            "coverage": {
-                axis: {v: {"state": self.state_of(axis, v), **self.coverage[axis][v]} for v in values}
-                for axis, values in AXES.items()
-            },
-            "reasons": {status: counts for status, counts in self.reasons.items() if counts},
-            "never_served": self.never_served(),
-            "worst": [{n: _finite(v) for n, v in e.items()} for _, e in sorted(self.worst.items())],
-            "slack": self.slack_used(),
+        info = self.info
+        coverage = {
+            axis: {v: {"state": self.state_of(axis, v), **self.coverage[axis][v]} for v in values}
+            for axis, values in AXES.items()
         }
+        return {
+            "backend": info.name, "version": info.version, "contract": str(info.contract), "device": self.device,
+            "outcomes": self.outcomes, "features": {f.name: f in info.capabilities.features for f in Feature},
+            "coverage": coverage, "reasons": {status: counts for status, counts in self.reasons.items() if counts},
+            "never_served": self.never_served(), "slack": self.slack_used(),
+            "worst": [{n: _finite(v) for n, v in e.items()} for _, e in sorted(self.worst.items())],
+        }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
         """The report for the terminal."""

@@ -325,3 +325,14 @@ def test_pool_without_slots_where_every_row_is_skipped(backend):
             **call_arguments(), initial_state=torch.zeros(0, HV, K, V), ssm_state_indices=slots, backend=backend
         )
     assert not o.any()
+
+
+def test_a_bias_by_head_and_channel_is_one_in_a_row():
+    """Every backend gets [HV, K], whichever of the two was given."""
+    given = {"use_gate_in_kernel": True, "A_log": zeros(HV)}
+    bias = torch.randn(HV, K)
+    with Watcher() as calls:
+        for t in (bias, bias.flatten()):
+            kda_core.chunk_kda(**call_arguments(dt_bias=t, **given))
+    assert all(torch.equal(r.dt_bias, bias) for r in calls)
+    assert len(calls) == 2

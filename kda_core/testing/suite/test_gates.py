@@ -109,13 +109,6 @@ def test_lower_bound_gate_where_the_bias_cancels(kda, T: int, fields: dict):
     kda.check(_bias_cancels(T, **fields))
 
 
-@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
-def test_gate_bias_by_head_and_channel(kda):
-    """dt_bias as [HV, K] is dt_bias as [HV K]."""
-    call = Case(name="bias by head", T=30, gate="softplus").call()
-    kda.check(call.having(dt_bias=call.tensors["dt_bias"].reshape(2, 32)))
-
-
 GATE_CALLS = [
     *({"dt_bias": dt_bias, "dtype": dtype} for dtype in (FP32, BF16) for dt_bias in (True, False)),
     *({"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -3.0} for A_log, dt_bias in OPTIONAL),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import kda_core
 from kda_core.capabilities import Feature
 from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP32, PLAIN, Case
@@ -27,11 +26,11 @@ def test_results_alias_nothing(kda, T: int):
     """Results are tensors of their own: writing to them, and other calls, change no input and no other result."""
     call = Case(name="aliases", T=T, state=torch.float32).call()
     kda.run(call)
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    tensors = kda.on_device(call)
     with torch.no_grad():
-        o, state = kda_core.chunk_kda(**tensors, **call.options, backend=kda.name)
+        o, state = call(tensors, kda.name)
         before = {n: t.clone() for n, t in tensors.items()} | {"o": o.clone(), "state": state.clone()}
-        kda_core.chunk_kda(**tensors | {"v": -tensors["v"]}, **call.options, backend=kda.name)
+        call(tensors | {"v": -tensors["v"]}, kda.name)
     assert same_bits(o, before["o"])
     assert same_bits(state, before["state"])
     state.fill_(float("nan"))
@@ -61,7 +60,7 @@ def test_inputs_changed_in_place(kda, op: str):
         step = ALL.having(name="changed step", op=op, B=3, T=1, lengths=())
         call = step.call().in_pool(torch.tensor([4, 0, 2], dtype=torch.int32), 5)
     kda.run(call)
-    tensors = {n: t if n == "cu_seqlens_cpu" else t.to(kda.device, copy=True) for n, t in call.tensors.items()}
+    tensors = kda.on_device(call)
     tensors |= {n: torch.ones_like(t) for n, t in tensors.items() if n == "initial_state"}
     with torch.no_grad():
         call(tensors, kda.name)

@@ -82,7 +82,7 @@ def test_written_elsewhere_with_the_bits_of_a_copy(kda, op: str, T: int):
 
 def _computed(kda, call: Call) -> list[torch.Tensor]:
     """The output and the written pools of a call whose indices nobody has checked."""
-    tensors = {n: t.to(kda.device, copy=True) for n, t in call.tensors.items()}
+    tensors = kda.on_device(call)
     request = call.having(**tensors).request()
     hook = "kda_core_chunk_forward" if call.op == "chunk_kda" else "kda_core_recurrent_forward"
     o = registry.named(kda.name).call(hook, request=request).o

@@ -298,7 +298,7 @@ def test_tables_of_any_strides(kda):
     assert same_bits(strided["records"], found["records"])
     path, counts = torch.tensor([[0, 1, 4, 6], [0, 3, 5, 0], [0, 1, 2, 3]]), torch.tensor([4, 3, 2])
     expected = commit(kda, call, found["records"], counts, path=path)
-    tensors = {n: t.to(kda.device) for n, t in call.tensors.items()}
+    tensors = kda.on_device(call)
     pool, wide = tensors["initial_state"].clone(), placed(path, kda.device, strided=True)
     assert not wide.is_contiguous()
     slots, records = tensors["ssm_state_indices"], found["records"].to(kda.device)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import kda_core
 from kda_core.capabilities import Feature
-from kda_core.testing import references
 from kda_core.testing.cases import BF16, BFLOAT16, BOUNDED, DECAYS, FP16, FP32, FP64, PLAIN, SOFTPLUS, Case
 from kda_core.testing.inputs import same_bits
 from kda_core.testing.marks import each, requires, slow
@@ -139,14 +137,6 @@ def test_recurrent_backward(kda, case: Case):
     kda.check(case)
 
 
-@requires(Feature.RECURRENT, Feature.CHUNK)
-def test_recurrent_equals_chunk(kda):
-    """Both functions compute the same."""
-    call = Case(name="both functions", T=70, state=FP32).call()
-    results = kda.run(call.decoding())
-    kda.compare(call, results)
-
-
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
 @pytest.mark.parametrize("steps", [200, pytest.param(100_000, marks=slow)])
 @pytest.mark.parametrize("gate_dtype", [FP32, BF16], ids=["float32", "bfloat16"])
@@ -155,15 +145,14 @@ def test_recurrent_drift(kda, steps: int, gate_dtype: torch.dtype):
     case = Case(name=f"drift {steps}", op=R, T=steps, decay="slow", gate_dtype=gate_dtype, state=FP32)
     whole = case.call()
     kda.check(whole.slice_tokens(0, 1))
-    tokens = {n: whole.tensors[n].to(kda.device).unbind(1) for n in ("q", "k", "v", "g", "beta")}
-    state = whole.tensors["initial_state"].to(kda.device)
+    tensors = kda.on_device(whole)
+    state = tensors.pop("initial_state")
+    tokens = {n: t.unbind(1) for n, t in tensors.items()}
     with torch.no_grad():
         for t in range(steps):
             inputs = {n: x[t][:, None] for n, x in tokens.items()}
-            _, state = kda_core.fused_recurrent_kda(
-                **inputs, initial_state=state, output_final_state=True, backend=kda.name
-            )
-    kda.expect(whole, "final_state", state.cpu(), references.results(whole)["final_state"], f"after {steps} steps")
+            _, state = whole(inputs | {"initial_state": state}, kda.name)
+    kda.compare(whole, {"final_state": state.cpu()})
 
 
 @requires(Feature.RECURRENT, Feature.INITIAL_STATE)

@@ -108,7 +108,7 @@ def test_explanation_agrees(kda, feature: Feature):
     call = build(kda.near(case, build, about={feature}))
     call = replace(call, grads={}, given_out=False, strided=frozenset())
     reasons = undeclared(kda.info, call.request())
-    tensors = {n: t.to("cpu" if n == "cu_seqlens_cpu" else kda.device) for n, t in call.tensors.items()}
+    tensors = kda.on_device(call)
     verdicts = kda_core.explain(op=call.op, **tensors, **call.options, backend=kda.name).verdicts
     verdict = next(v for v in verdicts if v.backend == kda.name)
     if reasons:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
-from kda_core.testing import references
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, Case
 from kda_core.testing.marks import each, requires
 
@@ -58,14 +57,10 @@ def test_state_from_prefill_to_decoding(kda, v_first: bool):
     """FAILURES 7: K = 64, V = 128: prefill, then decode from its state, in both layouts."""
     case = Case(name="prefill and decode", T=80, K=64, V=128, state=FP32, options={"state_v_first": v_first})
     whole = case.call()
-    expected = references.results(whole)
-    prefix = whole.slice_tokens(0, 76)
-    state = kda.check(prefix)["final_state"]
+    state = kda.check(whole.slice_tokens(0, 76))["final_state"]
     for t in range(76, 80):
-        step = whole.slice_tokens(t, t + 1).having(initial_state=state).decoding()
-        results = kda.check(step)
-        state = results["final_state"]
-    kda.expect(whole, "final_state", state, expected["final_state"], "after decoding")
+        state = kda.check(whole.slice_tokens(t, t + 1).having(initial_state=state).decoding())["final_state"]
+    kda.compare(whole, {"final_state": state})
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -73,12 +68,9 @@ def test_state_from_prefill_to_decoding(kda, v_first: bool):
 def test_state_continues(kda, cut: int):
     """Two calls, the second from the first one's state, are one call."""
     whole = Case(name="continued", T=130, state=FP32).call()
-    expected = references.results(whole)
     first = kda.run(whole.slice_tokens(0, cut))
     second = kda.run(whole.slice_tokens(cut, 130).having(initial_state=first["final_state"]))
-    o = torch.cat([first["o"], second["o"]], 1)
-    kda.expect(whole, "o", o, expected["o"], "in two calls")
-    kda.expect(whole, "final_state", second["final_state"], expected["final_state"], "in two calls")
+    kda.compare(whole, second | {"o": torch.cat([first["o"], second["o"]], 1)})
 
 
 WITH_H = {"return_intermediate_states": True}
