@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import _checks
+from kda_core import _checks, _results
 from kda_core._check_settings import CheckSettings
 from kda_core._loaded import Backend
-from kda_core._results import chunks_of
-from kda_core.errors import CheckFailed, CheckWarning
+from kda_core.errors import CheckFailed, CheckWarning, ContractViolation
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references
 from kda_core.testing.budgets import Budget
@@ -140,23 +139,17 @@ class _Check(ABC):
             if not torch.equal(bit_sum(self.tensors[name]), old)
         ]
 
-    def misshapen(self, results: dict[str, Tensor]) -> list[str]:
-        """Results whose shape or dtype breaks the contract."""
-        expected = self.expected_kinds()
-        return [
-            f"{name}: expected shape {list(shape)} in {dtype}, got {list(results[name].shape)} in {results[name].dtype}"
-            for name, (shape, dtype) in expected.items()
-            if name in results and (tuple(results[name].shape), results[name].dtype) != (tuple(shape), dtype)
-        ]
-
-    def expected_kinds(self) -> dict[str, tuple[Any, torch.dtype]]:
-        """Shape and dtype of every result."""
-        r = self.request
-        kinds = {f"d{n}": (t.shape, t.dtype) for n, t in self.tensors.items()}
-        if isinstance(r, GateRequest):
-            return kinds | {"gate": (r.g.shape, r.output_dtype)}
-        kinds |= {"o": ((r.B, r.T, r.HV, r.V), r.q.dtype), "final_state": (r.state_shape, r.state_dtype)}
-        return kinds | {"h": ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype)}
+    def misshapen(self, result: Any) -> list[str]:
+        """A sentence about a result that breaks the contract by its shape, dtype or device."""
+        try:
+            if self.direction == "backward":
+                _results.check_gradients(self.backend.info.name, self.request, result, None)
+            else:
+                _results.check_forward(self.backend.info.name, self.request, result)
+        except ContractViolation as error:
+            # It begins with the backend's name, which the report has.
+            return [str(error).partition(" returned ")[2]]
+        return []
 
     def compare(
         self,
@@ -303,11 +296,10 @@ class _CallCheck(_Check):
         return problems
 
     def problems_after(self, result: Any) -> list[str]:
-        results = self.results(result)
         problems = self.modified_inputs() + self._touched_slots()
-        wrong = self.misshapen(results)
-        if wrong:
+        if wrong := self.misshapen(result):
             return problems + wrong
+        results = self.results(result)
         for name, t in results.items():
             by_row = name in ("o", "dq", "dk", "dv", "dg", "dbeta")
             problems += finite.faults_of_rows(name, t, self.rows, self.request) if by_row else finite.faults(name, t)
@@ -446,12 +438,12 @@ class _GateCheck(_Check):
         return [problem for n, t in self.tensors.items() for problem in finite.faults(n, t, nan_only=n == "g")]
 
     def problems_after(self, result: Any) -> list[str]:
-        results = self.results(result)
         # The reference has no finite number for the limit that an infinite input stands for.
         limits = bool(self.sampled["g"].isinf().any())
-        problems = self.modified_inputs() + self.misshapen(results)
+        problems = self.modified_inputs() + self.misshapen(result)
         if problems:
             return problems
+        results = self.results(result)
         for name, t in results.items():
             problems += finite.faults(name, t, nan_only=limits or bool(self.request.g.isinf().any()))
         if limits or not self.sampled["g"].numel():

@@ -187,7 +187,7 @@ def test_a_result_of_the_wrong_dtype_is_caught():
         found = problems_of(
             lambda: kda_core.chunk_kda(**inputs(), initial_state=state, output_final_state=True, backend=name)
         )
-    expected = "final_state: expected shape [2, 4, 16, 8] in torch.bfloat16, got [2, 4, 16, 8] in torch.float32"
+    expected = "final_state: expected [2, 4, 16, 8] bfloat16 on cpu, got [2, 4, 16, 8] float32 on cpu"
     assert found == {"final_state": expected}
 
 
