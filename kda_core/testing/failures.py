@@ -54,6 +54,7 @@ def values_of(record: dict[str, Any]) -> set[str]:
 
 def outcome_of(found: dict[str, Any], failed: bool, message: str = "") -> Outcome:
     """The outcome of one test, from its records.
+
     Args:
         found: "test", "position", "slow" and "records", as the plugin attaches them to a report.
     """
@@ -114,13 +115,8 @@ class Failures:
 
     def as_json(self) -> dict[str, Any]:
         """The failures as JSON values."""
-        return {
-            "count": len(self.failed),
-            "tests": [o.test for o in self.failed],
-            "functions": self.functions(),
-            "involve": self.involve(),
-            "rerun": self.rerun() if self.failed else None,
-        }
+        found = {"count": len(self.failed), "tests": [o.test for o in self.failed], "functions": self.functions()}
+        return found | {"involve": self.involve(), "rerun": self.rerun() if self.failed else None}
 
     def lines(self) -> Iterator[str]:
         """The failures for the terminal."""

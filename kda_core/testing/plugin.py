@@ -9,6 +9,7 @@ machine can run is tested, the oracle aside. ``--interpret`` runs Triton kernels
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -49,19 +50,11 @@ POSITION = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kda_core", "conformance of kda_core backends")
-    group.addoption(
-        "--backend",
-        action="append",
-        default=None,
-        metavar="NAME",
-        help="test this backend (repeatable); without it: every installed one that this machine can run",
-    )
+    default = "without it: every installed one that this machine can run"
+    group.addoption("--backend", action="append", metavar="NAME", help=f"test this backend (repeatable); {default}")
     group.addoption("--interpret", action="store_true", help="run Triton kernels in Triton's interpreter, on the CPU")
-    group.addoption(
-        "--foreign-device",
-        action="store_true",
-        help="test the named backends on a device that they are not made for; only those that declare that they can",
-    )
+    foreign = "test the named backends on a device that they are not made for; only those that declare that they can"
+    group.addoption("--foreign-device", action="store_true", help=foreign)
     group.addoption("--kda-report", default=None, metavar="FILE", help="write the summary as JSON")
 
 
@@ -117,14 +110,10 @@ def _targets(config: pytest.Config) -> list[Target]:
         except KdaError as error:
             raise pytest.UsageError(f"--backend: {error}") from None
     targets = []
-    for backend in registry.backends:
-        if backend.info.name == ORACLE:
-            continue
-        try:
-            targets.append(find_target(backend.info.name, interpret))
-        except UnsupportedCall:
-            # It was not named on the command line; the header says why it is left out.
-            continue
+    for name in (backend.info.name for backend in registry.backends if backend.info.name != ORACLE):
+        # One that cannot run was not named on the command line; the header says why it is left out.
+        with contextlib.suppress(UnsupportedCall):
+            targets.append(find_target(name, interpret))
     return targets
 
 
@@ -223,11 +212,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if mode() == "all" or "slow" in (config.getoption("markexpr") or ""):
         return
     wanted = mode() == "slow"
-    kept = [item for item in items if is_slow(item) == wanted]
-    dropped = [item for item in items if is_slow(item) != wanted]
-    if dropped:
+    if dropped := [item for item in items if is_slow(item) != wanted]:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+        items[:] = [item for item in items if is_slow(item) == wanted]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -318,14 +305,11 @@ class _Gatherer:
             return
         file = self.config.getoption("kda_report")
         if file is not None:
+            backends = [r.as_json() | {"failures": self.failures(n).as_json()} for n, r in self.reports.items()]
             content = {
-                "kda_core": kda_core.__version__,
-                "contract": str(CONTRACT_VERSION),
-                "torch": torch.__version__,
-                "mode": mode(),
-                "problems": self.problems(),
-                "backends": [r.as_json() | {"failures": self.failures(n).as_json()} for n, r in self.reports.items()],
-            }
+                "kda_core": kda_core.__version__, "contract": str(CONTRACT_VERSION), "torch": torch.__version__,
+                "mode": mode(), "problems": self.problems(), "backends": backends,
+            }  # fmt: skip
             Path(file).write_text(json.dumps(content, indent=2) + "\n")
         if self.problems() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

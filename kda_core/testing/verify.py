@@ -89,6 +89,7 @@ def checks() -> list[Check]:
     first_alone = torch.tensor([True, False, False])
     checkpoints = {"checkpoint_indices": indices([2], [2], [4]), "checkpoint_every": 64}
     recorded = frozenset({Feature.DRAFT_RECORDS, Feature.PAGED_STATE})
+    in_trees = recorded | {Feature.DRAFT_TREES}
     kept = {"return_intermediate_states": True}
     in_float32 = kept | {"intermediate_states_dtype": FP32}
 
@@ -116,9 +117,7 @@ def checks() -> list[Check]:
         _pooled(step.having(name="step in a pool, one skipped"), [4, -1, 2]),
         _pooled(step.having(name="step in a bfloat16 pool", state=BF16, given_out=True, **_HALF), [4, 0, 2]),
         _check(draft.having(name="draft that leaves records", final_state=False), leaves_records, recorded),
-        _check(
-            draft.having(name="tree of draft tokens", final_state=False), branches, recorded | {Feature.DRAFT_TREES}
-        ),
+        _check(draft.having(name="tree of draft tokens", final_state=False), branches, in_trees),
         _pooled(draft, [[8, 1, 2], [0, 4, 9], [6, 3, 7]]),
         _pooled(draft.having(name="draft, some accepted"), [[8, 1, 2], [0, 4, 9], [6, 3, 7]], [2, 1, 3]),
         _pooled(prefill.having(name="prefill in a pool, one from zero"), [3, 0, 1], has_initial_state=first_alone),
