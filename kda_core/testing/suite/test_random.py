@@ -77,30 +77,17 @@ def kind(rng: random.Random, op: str, backward: bool = False, pooled: bool = Fal
         if pooled:
             options["return_intermediate_states"] = _often(rng, 0.5)
     return Case(
-        name="",
-        op=op,
-        H=H,
-        HV=H * rng.randint(1, 3),
-        K=K,
-        V=K if _often(rng, 0.4) else rng.choice(DIMENSIONS),
-        dtype=dtype,
-        gate_dtype=rng.choice([FP32, dtype]),
-        lengths=(1,) if _often(rng, 0.5) else (),
-        index_dtype=rng.choice([torch.int32, torch.int64]),
-        gate=gate,
+        name="", op=op, H=H, HV=H * rng.randint(1, 3), K=K, V=K if _often(rng, 0.4) else rng.choice(DIMENSIONS),
+        dtype=dtype, gate_dtype=rng.choice([FP32, dtype]),
+        lengths=(1,) if _often(rng, 0.5) else (), index_dtype=rng.choice([torch.int32, torch.int64]),
         # float16 underflows between a backward's kernels at faster decays (here and in ``_of_kind``).
-        rate=2.0 if backward and dtype == FP16 else 16.0,
-        decay=decay,
-        A_log=gate != "lower bound" or _often(rng, 0.7),  # softplus needs one
-        dt_bias=_often(rng, 0.5),
-        beta=rng.choice(["given", "sigmoid", "negative eigenvalues"]),
-        l2norm=_often(rng, 0.5),
-        state=rng.choice([FP32, BF16] if pooled else [None, FP32, BF16]),
-        final_state=_often(rng, 0.5),
-        backward=backward,
+        gate=gate, rate=2.0 if backward and dtype == FP16 else 16.0, decay=decay,
+        A_log=gate != "lower bound" or _often(rng, 0.7), dt_bias=_often(rng, 0.5),  # softplus needs A_log
+        beta=rng.choice(["given", "sigmoid", "negative eigenvalues"]), l2norm=_often(rng, 0.5),
+        state=rng.choice([FP32, BF16] if pooled else [None, FP32, BF16]), final_state=_often(rng, 0.5),
         strided=frozenset(n for n in ("q", "k", "v", "g", "beta", "initial_state") if _often(rng, 0.25)),
-        options=options,
-    )
+        backward=backward, options=options,
+    )  # fmt: skip
 
 
 def _length(rng: random.Random, most: int) -> int:
