@@ -26,7 +26,7 @@ from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, plac
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
-    "o_scale",
+    "s_row", "s_column", "columns", "checkpoint_slots", "every", "o_scale",
 ]  # fmt: skip
 
 
@@ -106,8 +106,20 @@ def _values(
 
 
 @gluon.jit
+def _keep(
+    S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck,
+    K: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr,
+):  # fmt: skip
+    """Store a checkpoint in the slot that the table names, if it names one."""
+    slot = gl.load(p_table + column.to(gl.int64) * s_column, mask=column < columns, other=-1).to(gl.int64)
+    if is_padding(slot, pad_slot_id, kept_slots) == 0:
+        store_state(p_kept + slot * s_cn, S, s_cv, s_ck, K, BV, KP)
+
+
+@gluon.jit
 def _multiply(
-    p_state, given, s_iv, s_ik, K: gl.constexpr,
+    p_state, given, s_iv, s_ik, K: gl.constexpr, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn,
+    s_cv, s_ck, every,
     p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
     pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
@@ -119,6 +131,7 @@ def _multiply(
         p_state: the initial state, or None. It is loaded here, and not before the warps part: those that load would
             wait for it.
         given: whether to start from it, not from zero.
+        p_table: slots of p_kept that take the states after every ``every`` chunks, or None.
         x_buffer: None: neither z nor states are wanted.
     """
     num_warps: gl.constexpr = gl.num_warps()
@@ -147,12 +160,19 @@ def _multiply(
     # Products behind the new state's.
     MORE: gl.constexpr = 1 if x_buffer is None else 2
     # Where a stage more is loaded, the next chunk's product with v begins before its state is known.
-    AHEAD: gl.constexpr = STAGES > 3
+    AHEAD: gl.constexpr = STAGES > 3 and p_table is None
+    column = n * 0
     if AHEAD:
         v_block = _values(0, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
         both = wgmma(v_block, minus_eye, both, use_acc=False, is_async=True)
     for i in range(n):
         stage = i % STAGES
+        if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
+            if i == (column + 1) * every:
+                _keep(
+                    S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP
+                )  # fmt: skip
+                column += 1
         if WIDE:
             part, rest = halves(S, BV, KP)
         else:
@@ -226,6 +246,9 @@ def _multiply(
             z_buffer.index(n % OUT).permute((1, 0)).store(scaled.to(dtype))
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
+    if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
+        if length == (column + 1) * every * C:
+            _keep(S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP)
     return S, n
 
 
@@ -244,8 +267,9 @@ def _specialized(multiplies, loads, stores, STORERS: gl.constexpr):
 @gluon.jit
 def _sequence(
     i_n, i_h, i_v, pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens,
-    indices, has_state, progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik,
-    s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
+    indices, has_state, progress, final_indices, checkpoints, checkpoint_pool, T, chunks, HV, s_vb, s_vt, s_vh, s_ob,
+    s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final,
+    final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column, columns, checkpoint_slots, every, o_scale,
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr, LAST_STATE: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, FINISHED: gl.constexpr, ODD: gl.constexpr,
@@ -276,9 +300,11 @@ def _sequence(
         if V_FIRST:
             s_ik = 1
             s_fk = 1
+            s_ck = 1
         else:
             s_iv = 1
             s_fv = 1
+            s_cv = 1
     if takes:
         p_state, given = None, True
         if initial_state is not None:
@@ -334,8 +360,13 @@ def _sequence(
         fence_async_shared()
         block_barrier()
 
+        p_table, p_kept = None, None
+        if checkpoints is not None:
+            p_table = checkpoints + i_n * s_row
+            p_kept = checkpoint_pool + i_h * s_ch + i_v.to(gl.int64) * BV * s_cv
         S = _specialized((
-            p_state, given, s_iv, s_ik, K, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer,
+            p_state, given, s_iv, s_ik, K, p_table, p_kept, s_column, columns, checkpoint_slots, pad_slot_id, s_cn,
+            s_cv, s_ck, every, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer,
             a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
             L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
         ), (
@@ -383,10 +414,13 @@ def recurrence_hopper(
     cu_seqlens, indices, has_state,  # [N + 1], [N] and [N] bool, or None
     progress,  # as in ``progress_hopper``, where it follows ``prepare_hopper`` pair by pair; or None
     final_indices,  # [N] slots of final_state, or None: indices
+    checkpoints,  # [N, columns] slots of checkpoint_pool, or None
+    checkpoint_pool,  # [checkpoint_slots, HV, K, V] (or [..., V, K]) or None
     T, N,
     chunks,  # chunks of a dense sequence
     HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots,
-    s_has, s_final, final_slots,
+    s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column, columns, checkpoint_slots,
+    every,  # chunks from checkpoint to checkpoint
     o_scale,  # what qg and P leave of the scale
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr,
@@ -399,8 +433,9 @@ def recurrence_hopper(
     BLOCKS: gl.constexpr = V // BV
     call = (
         pairs, single, P, X, decays, values, v, o, z, states, initial_state, final_state, cu_seqlens, indices,
-        has_state, progress, final_indices, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv,
-        s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots, o_scale,
+        has_state, progress, final_indices, checkpoints, checkpoint_pool, T, chunks, HV, s_vb, s_vt, s_vh, s_ob, s_ot,
+        s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots, s_has, s_final, final_slots,
+        s_cn, s_ch, s_ck, s_cv, s_row, s_column, columns, checkpoint_slots, every, o_scale,
     )  # fmt: skip
     if FINISHED or indices is not None:
         # Programs without work must not end before the kernel ahead does, either.

@@ -124,8 +124,9 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     r = as_fragments(request, rows) if fragments or rows else in_pieces(request)
     transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype = r.K, r.V, r.q.dtype
-    h = request.return_intermediate_states or request.checkpoint_indices is not None
-    side_by_side = request.N if piece_rows(request) else at_once(request, r)
+    pieces, kept = piece_rows(request) > 0, request.checkpoint_indices is not None
+    h = request.return_intermediate_states or pieces
+    side_by_side = request.N if pieces else at_once(request, r)
     KP, count, heads = padded(K), slots(r), side_by_side * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     keeps = r.save_for_backward and keeps_states(request, chip)
@@ -133,13 +134,13 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         v = chunk.as_copied(v)
     hopper = not h and chunk.serves(chip, dtype, count, r.HV, KP, V, v)
     prepare = chunk.choose_prepare(r, chip)
-    if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows):
+    if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows or kept):
         prepare = finishing(r, prepare, chip)
         prepare = prepare if keeps else followed(r, prepare, chip)
     if hopper:
         recurrence = chunk.hopper_config("kept" if keeps else "recurrence", chip, KP, V, heads, chunk.short(r))
     else:
-        recurrence = recurrence_config(chip, dtype, K, V, heads, h)
+        recurrence = recurrence_config(chip, dtype, K, V, heads, h or kept)
     return ForwardChoice(
         prepare, recurrence, chunk.precision(dtype, chip), segment_rows=rows,
         saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request), bounded=decays_bounded(r),
