@@ -130,10 +130,25 @@ TABLE = indices([7, 8], [9, 9], [10, 9], [-1, 11])
     ("C", "every", "packed"), [(64, 64, True), (32, 64, False), (64, 80, True), (64, 48, False), (32, 16, True)]
 )
 def test_checkpoints(kda, C: int, every: int, packed: bool):
+    """In float32."""
+    _check_checkpoints(kda, every, packed, f"checkpoints {C} {every} {packed}", chunk_size=C)
+
+
+@CHECKPOINTS
+@pytest.mark.parametrize(("every", "v_first"), [(96, False), (128, True), (112, True)])
+def test_checkpoints_of_16_bit_inputs(kda, every: int, v_first: bool):
+    """Of a size that kernels with matrix units take whole, in both layouts, and where chunks begin anew."""
+    size = {"K": 128, "V": 128, "dtype": BF16, "gate_dtype": BF16}
+    _check_checkpoints(kda, every, True, f"checkpoints bfloat16 {every}", size, state_v_first=v_first, chunk_size=32)
+
+
+def _check_checkpoints(
+    kda, every: int, packed: bool, name: str, size: dict | None = None, **options: bool | int
+) -> None:
     """States after every so many tokens; at the end of a sequence its final state, to the bit; dropped ones nowhere."""
     lengths, dense = (2 * every, 0, every + 1, 3 * every - 55 % every), {"B": 4, "T": 2 * every, "lengths": ()}
     shape = {"T": sum(lengths), "lengths": lengths} if packed else dense
-    case = Case(name=f"checkpoints {C} {every} {packed}", options={"chunk_size": C}, **CHECKPOINTED | shape)
+    case = Case(name=name, options=options, **CHECKPOINTED | shape | (size or {}))
     call = kda.near(case, lambda near: near.call().in_pool(indices(4, 0, 2, 5), 12)).call()
     call = call.in_pool(indices(4, 0, 2, 5), 12)
     call = _kept(call, TABLE if packed else indices([7, 8], [9, 6], [10, 1], [-1, 11]), every)
