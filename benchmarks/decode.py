@@ -175,16 +175,18 @@ class Work:
             from fla.modules.causal_conv1d.ops import causal_conv1d_update
             from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
-            # Without slots, so each step has its own rows.
-            caches = itertools.cycle(like.new_zeros(slots, 3 * H * K, 4).split(N)[: slots // N])
+            # Its layer has a convolution for each of q, k and v, and their states have no slots: each step has its own.
+            rows, own_taps = [x.contiguous() for x in mixed.split(H * K, 1)], taps.split(H * K)
+            caches = itertools.cycle(like.new_zeros(3, slots, H * K, 4).split(N, 1)[: slots // N])
 
-            def parts(slots: Tensor) -> object:
-                y, _ = causal_conv1d_update(mixed, next(caches), weight=taps, activation="silu")
-                q, k, v = (x.view(N, 1, H, K) for x in y.split(H * K, -1))
-                o = theirs(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), ssm_state_indices=slots)[0]
+            def kernels(slots: Tensor) -> object:
+                found = zip(rows, next(caches), own_taps, strict=True)
+                q, k, v = (causal_conv1d_update(x, c, weight=w, activation="silu")[0] for x, c, w in found)
+                q, k, v = (x.view(N, 1, H, K) for x in (q, k, v))
+                o, _ = theirs(q=q, k=k, v=v, ssm_state_indices=slots)
                 return rms_norm_gated(o[:, 0], gate, weight, None, "sigmoid")
 
-            yield "fla", parts
+            yield "fla", kernels
 
     def draft_steps(
         self, given: dict[str, Any], T: int, theirs: Callable[..., Any] | None
@@ -234,10 +236,11 @@ def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: 
 
 def times_on_gpu(steps: dict[str, Step], work: Work) -> dict[str, list[float]]:
     """Milliseconds of a step, graphs replayed by turns."""
-    device, graphs = work.pool.device, {}
+    device, graphs, kept = work.pool.device, {}, []
     calls = max(FEWEST_STEPS, min(-(-COLD // (work.N * work.pool[0].nbytes)), len(work.pool) // work.N))
     for name, step in steps.items():
         indices = list(itertools.islice(work.slots(), calls))
+        kept.append(indices)  # graphs read them where they lie
         step(indices[0])
         graphs[name] = capture(lambda step=step, indices=indices: [step(i) for i in indices], device)
     times: dict[str, list[float]] = {name: [] for name in graphs}
