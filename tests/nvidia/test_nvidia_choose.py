@@ -377,22 +377,6 @@ def test_short_sequences():
     assert kernels == [("prepare_hopper",), both, both]
 
 
-@pytest.mark.parametrize(("every", "name"), [(0, "recurrence_hopper"), (96, "recurrence_hopper"), (48, "recurrence")])
-def test_every_call_with_checkpoints_has_the_kernel_that_keeps_them(every: int, name: str):
-    """Many short sequences as well, which ``prepare_hopper`` would finish otherwise."""
-    bounds = torch.empty(301, dtype=torch.int32, device="meta")
-    pool = torch.empty(300, 40, 128, 128, device="meta")
-    slots, table = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((300,), (300, 2)))
-    kept = {"checkpoint_indices": table, "checkpoint_every": every} if every else {}
-    r = request(
-        T=14400, H=40, cu_seqlens=bounds, initial_state=pool, ssm_state_indices=slots, inplace_final_state=True, **kept
-    )
-    last = plan_of(r, CHIPS[90]).launches[-1]
-    assert last.name == name
-    assert last.constants.get("FINISHED", False) == (not every)
-    assert (last.arguments["checkpoints"] is not None) == bool(every)
-
-
 @pytest.mark.parametrize("name", ["q", "k", "g", "beta"])
 def test_rows_that_bulk_copies_cannot_take_are_copied(name: str):
     r = request(B=2, H=17)

@@ -69,6 +69,17 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
     assert rows(pooled(request(1), checkpoint_indices=table, checkpoint_every=64)) == 0
 
 
+@pytest.mark.parametrize(("every", "name"), [(0, "recurrence_hopper"), (96, "recurrence_hopper"), (48, "recurrence")])
+def test_every_call_with_checkpoints_has_the_kernel_that_keeps_them(every: int, name: str):
+    """Many short sequences as well, which ``prepare_hopper`` would finish otherwise."""
+    table = empty(300, 2, dtype=torch.int32)
+    kept = {"checkpoint_indices": table, "checkpoint_every": every} if every else {}
+    last = plan_of(pooled(request(300, 14400, 40), **kept), CHIPS[90]).launches[-1]
+    assert last.name == name
+    assert last.constants.get("FINISHED", False) == (not every)
+    assert (last.arguments["checkpoints"] is not None) == bool(every)
+
+
 def test_steps_of_several_sequences():
     """From 4,096 rows on average. A forward saves with room for the segments of every chip."""
     steps = [request(N, T, save_for_backward=True) for N, T in ((1, 4095), (1, 4096), (2, 8191), (2, 8192))]

@@ -137,7 +137,7 @@ def test_checkpoints(kda, C: int, every: int, packed: bool):
 @CHECKPOINTS
 @pytest.mark.parametrize(("every", "v_first"), [(96, False), (128, True), (112, True)])
 def test_checkpoints_of_16_bit_inputs(kda, every: int, v_first: bool):
-    """Of a size that kernels with matrix units take whole, in both layouts, and where chunks begin anew."""
+    """A size that kernels with matrix units take whole, in both layouts, and where chunks begin anew."""
     size = {"K": 128, "V": 128, "dtype": BF16, "gate_dtype": BF16}
     _check_checkpoints(kda, every, True, f"checkpoints bfloat16 {every}", size, state_v_first=v_first, chunk_size=32)
 
