@@ -57,7 +57,8 @@ class Request(Remembering):
         final_state_indices: [N] or [N, 1+S] slots that states are written to, or None: those of ssm_state_indices.
         final_state_pool: [slots, HV, K, V] pool that states are written to, or None: initial_state.
         intermediate_states_dtype: of h, or None: ``state_dtype``.
-        checkpoint_indices: [N, M] slots or None; [n, j] takes the state after (j + 1) * checkpoint_every tokens.
+        checkpoint_indices: [N, M] slots or None; [n, j] takes the state after (j + 1) * checkpoint_every tokens,
+            a multiple of 16.
         checkpoint_pool: [slots, HV, K, V] pool that they point into, or None: that of ``written_states``.
         records: [B, T, HV, 2K + V] float32 (float64), to be written as ``CommitRequest`` says, or None. Rows of no
             sequence, and of one that is skipped, are not written. With it ``update_state`` is False.

@@ -247,7 +247,7 @@ def _multiply(
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
     if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if length == (column + 1) * every * C:
+        if (n == (column + 1) * every) & (length == n * C):
             _keep(S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP)
     return S, n
 
