@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import installed
@@ -56,6 +60,36 @@ def test_another_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UnsupportedStack, match=r"torchtitan 0\.2\.2 is installed; pip install 'torchtitan==0\.3\.0'"):
         attention_after("kimi_delta_attention")
+
+
+def test_another_version_is_refused_where_names_are_missing(tmp_path):
+    """Its modules need not have what the adapter imports."""
+    found = tmp_path / "torchtitan-0.2.2.dist-info" / "METADATA"
+    found.parent.mkdir()
+    found.write_text("Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.2.2\n")
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    call = [sys.executable, "-c", "import kda_core_torchtitan"]
+    found = subprocess.run(call, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    expected = "UnsupportedStack: torchtitan: torchtitan 0.2.2 is installed; pip install 'torchtitan==0.3.0'"
+    assert expected in found.stderr
+
+
+@pytest.mark.parametrize("override", ["kimi_linear", "kimi_delta_attention"])
+@pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss", "muse_glimmer"])
+def test_other_kinds_of_attention_are_refused(model, override):
+    """torchtitan alone would leave the first two as they are, and the third could not be run."""
+    names = vars(importlib.import_module(f"torchtitan.models.{model}"))
+    (of_model,) = (c for name, c in names.items() if name.endswith("_configs") and isinstance(c, dict))
+    others = {"moe_comm_backend": "standard"} if model != "muse_glimmer" else {}
+    config = of_model["debugmodel"](attn_backend="flex", **others)
+    before = [layer.attention for layer in config.layers]
+    with pytest.raises(
+        UnsupportedStack, match=rf"{model}\.model is not served; take a model with GQAttention \(llama3"
+    ):
+        apply_overrides(OverrideConfig(imports=[f"kda_core_torchtitan.{override}"]), config)
+    assert all(layer.attention is own for layer, own in zip(config.layers, before, strict=True))
 
 
 def test_the_oldest_backend_shares_no_rows():

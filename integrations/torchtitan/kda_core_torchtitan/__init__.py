@@ -7,18 +7,12 @@
 from dataclasses import dataclass, replace
 from functools import cache
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.weak import WeakIdKeyDictionary
-from torchtitan.config import derive, override
-from torchtitan.models.common.attention import BaseAttention, GQAttention, VarlenMetadata
-from torchtitan.models.common.decoder_sharding import dense_param_placement
-from torchtitan.protocols.module import Module
-from torchtitan.protocols.sharding import ShardingConfig
 
 from kda_core import nn
 from kda_core.distributed import build_cp_context, layout_of_positions
@@ -26,12 +20,18 @@ from kda_core.errors import UnsupportedStack
 from kda_core.integrations import admit
 
 __version__ = "0.1.0"
+admit("torchtitan")  # other versions of torchtitan lack some of these names
+import spmd_types as spmd  # noqa: E402
+from torchtitan.config import derive, override  # noqa: E402
+from torchtitan.models.common.attention import BaseAttention, GQAttention, VarlenMetadata  # noqa: E402
+from torchtitan.models.common.decoder_sharding import dense_param_placement  # noqa: E402
+from torchtitan.protocols.module import Module  # noqa: E402
+from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 
 SHARED = ("f_proj.0", "g_proj.0", "o_norm")
 """Parameters that all heads use: ranks that share heads hold them whole, and have parts of their gradients."""
 SUPPORTED = (
-    "torchtitan: kda_core_torchtitan has context parallelism with parallelism.spmd_backend spmd_types or full_dtensor, "
-    "and no dist_gemm"
+    "torchtitan: take context parallelism with parallelism.spmd_backend spmd_types or full_dtensor, no dist_gemm"
 )
 OPTIONS = ("allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute", "backend")
 THREE_OF_FOUR = [f"*layers.{i}.attention" for i in range(1024) if i % 4 != 3]
@@ -118,9 +118,7 @@ def _context(group, taps: int, positions: Tensor, apart: bool):
         dist.all_gather(every, own, group=group)
         layout, starts = layout_of_positions(torch.stack(every).cpu())
         if layout is None:
-            raise UnsupportedStack(
-                "torchtitan: expected parallelism.context_parallel_load_balancer headtail (the default) or None"
-            )
+            raise UnsupportedStack("torchtitan: take parallelism.context_parallel_load_balancer headtail or None")
         B, T = starts.shape
         context = build_cp_context(None, group, taps, layout=layout, tokens=T, batch=B, device=own.device)
         if packed := apart and bool(starts[:, 1:].any()):
@@ -130,11 +128,13 @@ def _context(group, taps: int, positions: Tensor, apart: bool):
     return found[key]
 
 
-@override(target=GQAttention.Config, description="Kimi Delta Attention in every layer")
-def kimi_delta_attention(config: GQAttention.Config, **options) -> BaseAttention.Config:
+@override(target=BaseAttention.Config, description="Kimi Delta Attention in every layer")
+def kimi_delta_attention(config: BaseAttention.Config, **options) -> BaseAttention.Config:
     """Replace the attention of every layer; options are fields of ``KimiDeltaAttention.Config``."""
     if not admit("torchtitan"):
         return config
+    if type(config) is not GQAttention.Config:  # subclasses have settings that their models read
+        raise UnsupportedStack(f"torchtitan: {config.__module__} is not served; take a model with GQAttention (llama3)")
     own, out = config.sharding_config, config.wo.sharding_config
     if own is not None:  # the layer's rows come and go as those of attention, whose last projection sums over ranks
         ends = {"out_src_shardings": out.out_src_shardings, "out_dst_shardings": out.out_dst_shardings}
@@ -144,7 +144,7 @@ def kimi_delta_attention(config: GQAttention.Config, **options) -> BaseAttention
     return derive(config, KimiDeltaAttention.Config, param_init=None, sharding_config=own, **options)
 
 
-@override(target=GQAttention.Config, fqns=THREE_OF_FOUR, description="Kimi Delta Attention in three of four layers")
-def kimi_linear(config: GQAttention.Config, **options) -> BaseAttention.Config:
+@override(target=BaseAttention.Config, fqns=THREE_OF_FOUR, description="Kimi Delta Attention in three of four layers")
+def kimi_linear(config: BaseAttention.Config, **options) -> BaseAttention.Config:
     """Replace the attention of three of four layers; options as for ``kimi_delta_attention``."""
     return kimi_delta_attention(config, **options)
