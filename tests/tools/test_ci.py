@@ -161,3 +161,19 @@ def test_every_room_of_tests_has_a_step():
     assert {*always, *heavy} == rooms
     assert not heavy & {*always}
     assert {*lowest} <= rooms
+
+
+def test_the_adapters_step_depends_on_all_that_its_tests_read():
+    """Otherwise a README with another line, which those tests run, would not be run."""
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace("\\\n", " ")
+    lists = dict(re.findall(r"^(\w+)=\(([^)]*)\)$", text, flags=re.M))
+    named = re.search(r"^if due integrations integrated (.*); then$", text, flags=re.M)[1]
+    inputs = re.sub(r'"\$\{(\w+)\[@\]\}"', lambda found: lists[found[1]], named).split()
+    read = set()
+    for file in (ROOT / "tests" / "integrations").glob("*.py"):
+        code = file.read_text(encoding="utf-8")
+        read |= set(re.findall(r'"([\w./-]+\.\w+)"', code))
+        read |= {f"benchmarks/{name}.py" for name in re.findall(r"^import (\w+)$", code, flags=re.M)}
+    read = {path for path in read if (ROOT / path).is_file()}
+    assert {"README.md", "docs/integrations/fla.md", "benchmarks/layer.py"} <= read
+    assert {path for path in read if not any(f"{path}/".startswith(f"{i}/") for i in inputs)} == set()
