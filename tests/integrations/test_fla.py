@@ -16,6 +16,7 @@ installed.need_package("kda_core_fla", "./integrations/fla")
 
 import kda_core_fla
 from fla import backends
+from fla.layers.kda import KimiDeltaAttention
 from fla.models.kda import KDAConfig, KDAForCausalLM
 from fla.modules import FusedLinearCrossEntropyLoss, GatedMLP, LayerNorm, RMSNorm, ShortConvolution
 from fla.modules.fused_norm_gate import FusedRMSNormGated, FusedRMSNormSwishGateLinear
@@ -25,6 +26,7 @@ from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla.ops.kda.gate import fused_kda_gate, naive_kda_gate
 from fla.ops.kda.naive import naive_recurrent_kda
 
+from kda_core import nn
 from kda_core._plugins import registry
 from kda_core.errors import UnsupportedStack
 from kda_core.hookspecs import hookimpl
@@ -362,6 +364,42 @@ def test_the_layer_of_the_benchmark_has_the_same_results():
     first, second = layer.runs_of(ours, x), layer.runs_of(layer.fla_layer(ours), x)
     close(second["forward"](), first["forward"](), 1e-5)
     close(second["training step"]()[0], first["training step"]()[0], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_v_heads": 4, "expand_v": 2, "conv_bias": True, "conv_size": 3},
+        {"safe_gate": True, "lower_bound": -3.0, "allow_neg_eigval": True},
+        {"use_short_conv": False, "norm_eps": 0.01},
+        {"mode": "fused_recurrent"},
+    ],
+    ids=str,
+)
+def test_a_layer_of_fla_computes_what_ours_does(options):
+    """Random weights of theirs go to ours and back; outputs, gradients and padded rows are the same."""
+    sizes = {"hidden_size": 32, "head_dim": 8, "num_heads": 2, **options}
+    theirs, ours, back = KimiDeltaAttention(**sizes), nn.KimiDeltaAttention(**sizes), KimiDeltaAttention(**sizes)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours.load_state_dict(theirs.state_dict())
+    back.load_state_dict(ours.state_dict())
+    assert all(torch.equal(t, theirs.state_dict()[name]) for name, t in back.state_dict().items())
+    x, given = torch.randn(2, 70, 32), torch.randn(2, 70, 32)
+    results = ours(x), theirs(x)[0]
+    close(*results)
+    parameters = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    own, stock = (torch.autograd.grad(y, p.values(), given) for y, p in zip(results, parameters, strict=True))
+    stock = dict(zip(parameters[1], stock, strict=True))
+    for name, grad in zip(parameters[0], own, strict=True):
+        close(grad, stock[name], 2e-5)
+    for padding in slice(0, 9), slice(60, 70):
+        mask = torch.ones(2, 70, dtype=torch.long)
+        mask[1, padding] = 0
+        with torch.no_grad():
+            found, expected = ours(x, attention_mask=mask), theirs.eval()(x, attention_mask=mask)[0]
+        close(found[mask.bool()], expected[mask.bool()])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/integrations/fla.md"])
