@@ -347,7 +347,7 @@ def test_a_step_on_a_gpu(gpu, broken, monkeypatch):
     for name in ("fla", "fla.ops", "fla.ops.kda", "fla.ops.kda.fused_recurrent"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["fla.ops.kda.fused_recurrent"].fused_recurrent_kda_fwd = fused_recurrent_kda_fwd
-    options = Namespace(device=gpu, backend="cpu", heads=2, channels=8, cold=1, drafts=None)
+    options = Namespace(device=gpu, backend="cpu", heads=2, channels=8, cold=1, drafts=None, layer=False)
     row = decode.measure(2, 1, "bfloat16", "V first", ["fla"], options)
     assert "failed" not in row
     assert row["left_out"] == ({"fla": "RuntimeError: no kernel"} if broken else {})
