@@ -3,17 +3,19 @@
     python benchmarks/layer.py --json layer.json
 
 A size is B,T,hidden,heads,head dimension. Each gets a row for a forward without gradients and one for a training step,
-which computes the gradients of the input and of all parameters. All layers have the same weights. On a GPU a row also
-has the host's time until a call returns, the time replayed from a CUDA graph, the bytes that a call allocates at its
-peak, and the share of each part's kernels.
+which computes the gradients of the input and of all parameters. All layers have the same weights. Where the adapter for
+fla is installed, fla's layer is also timed with it. On a GPU a row also has the host's time until a call returns, the
+time replayed from a CUDA graph, the bytes that a call allocates at its peak, and the share of each part's kernels.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import peers
@@ -95,6 +97,26 @@ def runs_of(layer: nn.Module, x: Tensor) -> dict[str, Run]:
     return {"forward": forward, "training step": lambda: torch.autograd.grad(output(leaves[0]), leaves, grad)}
 
 
+def without_and_with_the_adapter(runs: Mapping[str, Run]) -> dict[str, dict[str, Run]]:
+    """fla's layer on its own kernels, and on kda_core by ``kda_core_fla``: fla reads the variable at every call."""
+
+    def switched(run: Run, value: str) -> Run:
+        def call() -> object:
+            os.environ["KDA_FLA"] = value
+            return run()
+
+        return call
+
+    if find_spec("kda_core_fla") is None:
+        return {"fla": dict(runs)}
+    import kda_core_fla
+
+    os.environ["KDA_FLA"] = "1"
+    kda_core_fla.install()
+    ways = {"fla": "0", "fla, adapter": "1"}
+    return {name: {mode: switched(run, value) for mode, run in runs.items()} for name, value in ways.items()}
+
+
 def shares(kernels: Mapping[str, float]) -> dict[str, float]:
     """Each part's share of the kernels' time, given by name."""
     found = dict.fromkeys(PARTS, 0.0)
@@ -163,7 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
         runs, left_out = {OURS: runs_of(ours, x)}, {}
         if not options.no_peer:
             try:
-                runs[name] = runs_of(load(ours), x)
+                found = runs_of(load(ours), x)
+                runs |= without_and_with_the_adapter(found) if name == "fla" else {name: found}
             # Another library may fail in any way, which is no failure of ours.
             except Exception as error:
                 left_out[name] = reason(error)

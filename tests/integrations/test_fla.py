@@ -358,12 +358,16 @@ def test_layers_call_kda_core():
     assert called == ["chunk_kda"] * 2 + ["fused_recurrent_kda"] * 4
 
 
-def test_the_layer_of_the_benchmark_has_the_same_results():
+def test_the_layer_of_the_benchmark_has_the_same_results(monkeypatch):
     ours = layer.KimiDeltaAttention(24, head_dim=8, num_heads=3)
     x = torch.randn(2, 70, 24)
-    first, second = layer.runs_of(ours, x), layer.runs_of(layer.fla_layer(ours), x)
-    close(second["forward"](), first["forward"](), 1e-5)
-    close(second["training step"]()[0], first["training step"]()[0], 1e-5)
+    monkeypatch.setenv("KDA_FLA", "1")  # restored at the end
+    first, ways = layer.runs_of(ours, x), layer.without_and_with_the_adapter(layer.runs_of(layer.fla_layer(ours), x))
+    for _ in range(2):
+        with pytest.raises(Exception, match="active drivers"):  # fla's own kernels
+            ways["fla"]["forward"]()
+        close(ways["fla, adapter"]["forward"](), first["forward"](), 1e-5)
+        close(ways["fla, adapter"]["training step"]()[0], first["training step"]()[0], 1e-5)
 
 
 @pytest.mark.parametrize(
