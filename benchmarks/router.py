@@ -5,8 +5,9 @@
 A null backend returns ready tensors. The router's time is that of the public call minus that of the backend's hook
 called directly with the same request. Two parts of it are shown beside it: reading the values of index tensors on the
 CPU, which the contract demands, and telling autograd about memory that was written in place. A figure is the median
-over many batches of calls ("least": the quickest batch); public and direct calls alternate batch by batch. The import
-is timed in fresh processes that have imported torch. Limits apply to processor time, which depends least on the load.
+over many batches of calls ("least": the quickest batch); public and direct calls alternate batch by batch.
+``kda_core.supports`` is timed for a decoding step that it was asked before. The import is timed in fresh processes that
+have imported torch. Limits apply to processor time, which depends least on the load.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ LEFT_OUT = {
     Feature.BACKWARD, Feature.RECURRENT_BACKWARD, Feature.GATE_BACKWARD, Feature.STATE_GRADIENT, Feature.DRAFT_RECORDS,
     Feature.DRAFT_TREES,
 }  # fmt: skip
-PLAINEST = "chunk_kda, no option"
+PLAINEST, STEP = "chunk_kda, no option", "fused_recurrent_kda, decode over a pool"
 
 # The child imports torch, then times the import of kda_core, in wall and in processor time.
 IMPORT_SCRIPT = """
@@ -88,7 +90,7 @@ def null_backend() -> Iterator[NullBackend]:
         registry.unregister("null")
 
 
-def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
+def calls() -> dict[str, tuple[str, Callable[[], Any], object]]:
     """Name -> (hook, public call, the null backend's answer)."""
     B, T, H, K = 8, 1, 4, 64
     data = [*(torch.zeros(B, T, H, K) for _ in range(4)), torch.zeros(B, T, H)]
@@ -110,11 +112,7 @@ def calls() -> dict[str, tuple[str, Callable[[], object], object]]:
         "chunk_kda, all in the kernel, states": (chunk, lambda: chunk_kda(*data, **states, **raw), with_state),
         "chunk_kda, packed": (chunk, lambda: chunk_kda(*row, cu_seqlens=cu_seqlens), ForwardResult(row[2])),
         "fused_recurrent_kda, no option": (recurrent, lambda: fused_recurrent_kda(*data), answer),
-        "fused_recurrent_kda, decode over a pool": (
-            recurrent,
-            lambda: fused_recurrent_kda(*data, **slots, **raw),
-            in_pool,
-        ),
+        STEP: (recurrent, partial(fused_recurrent_kda, *data, **slots, **raw), in_pool),
         "kda_gate": (gate, lambda: kda_core.kda_gate(g, A_log, dt_bias), torch.zeros_like(g)),
     }
 
@@ -134,6 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=count, default=300, help="batches of calls; default: 300")
     parser.add_argument("--processes", type=count, default=9, help="processes that time the import; default: 9")
     parser.add_argument("--call-limit-us", type=positive, help="status 1 when the plainest call costs more")
+    parser.add_argument("--verdict-limit-us", type=positive, help="status 1 when a verdict that is kept costs more")
     parser.add_argument("--import-limit-ms", type=positive, help="status 1 when the import takes longer")
     options = parser.parse(arguments)
     rows = Rows(options)
@@ -144,6 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
         keys = ("public_us", "direct_us", "added_us", "values_us", "routing_us", "least_us")
         check(row, "µs added to a call", row["added_us"], options.call_limit_us if name == PLAINEST else None)
         rows.add(row, " ".join([f"{name:40}", *(f"{row[key]:10.2f}" for key in keys)]))
+    row = of_a_kept_verdict(options.batches, options.calls)
+    check(row, "µs of a verdict", row["us"], options.verdict_limit_us)
+    rows.add(row, f"{row['case']:40}{row['us']:11.2f}")
     row = added_to_the_import(options.processes)
     check(row, "ms of import", statistics.median(row["processor_ms"]), options.import_limit_ms)
     times = {clock: row[f"{clock}_ms"] for clock in ("wall", "processor")}
@@ -185,6 +187,18 @@ def added_by_the_router(name: str, batches: int, calls_a_batch: int) -> Row:
     row["routing_us"] = statistics.median(p - h - v for p, h, v in turns)
     public, *inside = map(min, columns)
     return {"suite": "router", "case": name, **row, "least_us": public - sum(inside)}
+
+
+@torch.no_grad()
+def of_a_kept_verdict(batches: int, calls_a_batch: int) -> Row:
+    """Microseconds of ``kda_core.supports``, which an adapter asks at every call."""
+    with null_backend():
+        _, step, _ = calls()[STEP]
+        question = partial(kda_core.supports, "fused_recurrent_kda", *step.args, **step.keywords)
+        if question() != (True, ""):
+            raise RuntimeError(f"the null backend does not serve the step: {question()}")
+        us = statistics.median(_batch_us(question, calls_a_batch) for _ in range(batches))
+    return {"suite": "router", "case": "supports, a call like an earlier one", "us": us}
 
 
 def added_to_the_import(processes: int) -> Row:

@@ -217,13 +217,14 @@ def test_a_row_that_fails_ends_no_run(tmp_path, capsys):
 @pytest.mark.end_to_end
 def test_router(tmp_path, capsys):
     backends = [backend.info.name for backend in router.registry.backends]
-    limits = ("--call-limit-us", "0.001", "--import-limit-ms", "100000")
-    *calls, imported = rows_of(
+    limits = ("--call-limit-us", "0.001", "--verdict-limit-us", "0.001", "--import-limit-ms", "100000")
+    *calls, verdict, imported = rows_of(
         router, tmp_path, "--batches", "2", "--calls", "3", "--processes", "1", *limits, status=1
     )
     assert [row["case"] for row in calls] == list(router.calls())
     assert all(row["public_us"] > row["direct_us"] > 0 for row in calls)
     assert "µs added to a call" in calls[0]["failed"]
+    assert "µs of a verdict" in verdict["failed"]
     assert imported["processor_ms"][0] > 0
     assert "failed" not in imported
     # The null backend is gone.
