@@ -1,9 +1,9 @@
 """Adapters that let other stacks (fla, transformers) call kda_core: which are installed, and whether they fit.
 
 An adapter is a wheel with an entry point in the group ``kda_core.integrations``: its name is the stack's, its value the
-module with ``install()`` and ``uninstall()``. The wheel's first requirement that is none of kda_core's own wheels names
-the stack and its supported versions; pip reads it, and ``admit`` checks it again at run time. Nothing here imports a
-stack or an adapter.
+module with ``install()`` and ``uninstall()``, or with what the stack reads itself. The wheel's first requirement that
+is none of kda_core's own wheels names the stack and its supported versions; pip reads it, and ``admit`` checks it again
+at run time. Nothing here imports a stack or an adapter.
 
 ``install()`` returns whether the stack calls kda_core: False where the adapter's environment variable switches it off.
 It raises UnsupportedStack, with what to do, for a stack that is missing, in another version or set up so that the

@@ -7,6 +7,7 @@ import re
 import pages
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import kda_core
 from kda_core.capabilities import Feature
@@ -53,6 +54,25 @@ def test_every_stack_has_one_line_that_its_page_begins_with():
     for stack, line in found.items():
         assert line.removesuffix("`").endswith(STACKS[stack])
         assert pages.read(f"docs/integrations/{stack}.md").splitlines()[2] == line
+
+
+def test_versions_of_stacks_are_those_that_adapters_admit_and_make_tests():
+    """The README and a page name the oldest and the newest version of make integrations-test."""
+    tested: dict[str, list[str]] = {}
+    lists = re.findall(r"^\w*STACKS := (.*)", pages.read("Makefile"), re.M)
+    for stack, version in re.findall(r"(\w+)-(\d[\d.]+)", " ".join(lists)):
+        tested.setdefault(stack, []).append(version)
+    assert tested.keys() == {*STACKS, "kernels"}
+    rows = {stack: row for row, _ in pages.table_rows(pages.section("README.md", "In your stack")) for stack in STACKS
+            if f"integrations/{stack}.md" in row}  # fmt: skip
+    for stack in STACKS:
+        needs = re.search(r'^dependencies = \["([^"]+)"', pages.read(f"integrations/{stack}/pyproject.toml"), re.M)[1]
+        (versions,) = re.findall(r"^\| Versions \| (.*) \|$", pages.read(f"docs/integrations/{stack}.md"), re.M)
+        for version in tested[stack]:
+            assert Requirement(needs).specifier.contains(version)
+            named = version if len(tested[stack]) == 1 else version.rpartition(".")[0]
+            assert named in rows[stack]
+            assert named in versions
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/layer.md"])
