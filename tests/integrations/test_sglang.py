@@ -21,6 +21,7 @@ installed.need_package("sglang")
 
 import kda_core_sglang
 import sglang
+import sglang_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kda_core.errors import UnsupportedStack
@@ -281,6 +282,28 @@ def test_a_buffer_of_states_that_would_be_copied_is_refused(kernel):
             cache_indices=torch.tensor([5]), query_start_loc=torch.tensor([0, 3]), intermediate_states_buffer=buffer,
             intermediate_state_indices=torch.tensor([2]), cache_steps=3, retrieve_parent_token=None, lower_bound=-5.0,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("method", ["extend", "decode", "verify"])
+def test_sglangs_own_backend_calls_it(monkeypatch, method, lower_bound):
+    """From the rows of a layer; all but convolutions is SGLang's own code, and takes the class as others do."""
+    own = sglang_backend.module(kda_core_sglang.HOME, monkeypatch)
+    assert kda_core_sglang.install()
+    length = {"extend": 40, "decode": 1, "verify": 3}[method]
+    x, slots = draw(3 * length), torch.tensor([5, 2, 7], dtype=torch.int32)
+    pool, buffer, bounds = x["pool"].clone(), torch.zeros(4, 3, HV, D, D), torch.arange(4, dtype=torch.int32) * length
+    backend = sglang_backend.Backend(own, x, pool, slots, bounds, lower_bound, buffer)
+    assert type(backend.backend.kernel_dispatcher.triton_kernel) is home.TritonKDAKernel is not STOCK[0]
+    places = torch.tensor([2, 0, 1], dtype=torch.int32)
+    o = backend.verify(3, places) if method == "verify" else getattr(backend, method)()
+    for n, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
+        rows = slice(n * length, (n + 1) * length)
+        outputs, after = recur(x, lower_bound, rows, x["pool"][slot])
+        close(o[0, rows], outputs)
+        close(pool[slot], x["pool"][slot] if method == "verify" else after[-1])
+        if method == "verify":
+            close(buffer[place], torch.stack(after[1:]))
 
 
 @pytest.mark.parametrize("method", ["extend", "packed_decode", "target_verify"])
