@@ -18,9 +18,12 @@ MOST_STEPS = 10_000
 
 def extent(t: Tensor | None) -> int:
     """Bytes from the first element to behind the last one; 0 without elements."""
-    if t is None or not t.numel():
-        return 0
-    return t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+    return 0 if t is None else _extent(t.element_size(), t.shape, t.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _extent(size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    return 0 if 0 in shape else size * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:

@@ -410,16 +410,21 @@ class DecodeStepRequest:
     def V(self) -> int:
         return self.state.shape[2 if self.state_v_first else 3]
 
+    def recurrence_arguments(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> dict[str, Any]:
+        """Arguments of ``fused_recurrent_kda`` behind a convolution that gave q, k and v; ``state``: the pool, or N."""
+        return {
+            "q": q, "k": k, "v": v, "g": self.g, "beta": self.beta, "A_log": self.A_log, "dt_bias": self.dt_bias,
+            "scale": self.scale, "initial_state": state, "inplace_final_state": True,
+            "use_qk_l2norm_in_kernel": self.use_qk_l2norm_in_kernel, "use_gate_in_kernel": self.use_gate_in_kernel,
+            "use_beta_sigmoid_in_kernel": self.use_beta_sigmoid_in_kernel, "allow_neg_eigval": self.allow_neg_eigval,
+            "lower_bound": self.lower_bound, "state_v_first": self.state_v_first, "ssm_state_indices": self.indices,
+            "num_accepted_tokens": self.accepted, "pad_slot_id": self.pad_slot_id, "records": self.records,
+            "update_state": self.records is None, "commit": self.commit, "num_committed": self.num_committed,
+        }  # fmt: skip
+
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, state: Tensor, out: Tensor | None = None) -> Request:
-        """The call of ``fused_recurrent_kda`` behind a convolution that gave q, k and v; ``state``: the pool, or N."""
-        flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
-        return Request(
-            op="fused_recurrent_kda", q=q, k=k, v=v, g=self.g, beta=self.beta, A_log=self.A_log, dt_bias=self.dt_bias,
-            scale=self.scale, initial_state=state, inplace_final_state=True, lower_bound=self.lower_bound,
-            state_v_first=self.state_v_first, ssm_state_indices=self.indices, num_accepted_tokens=self.accepted,
-            pad_slot_id=self.pad_slot_id, out=out, records=self.records, update_state=self.records is None,
-            commit=self.commit, num_committed=self.num_committed, **{name: getattr(self, name) for name in flags},
-        )  # fmt: skip
+        """The call with them."""
+        return Request(op="fused_recurrent_kda", out=out, **self.recurrence_arguments(q, k, v, state))
 
 
 AnyRequest = Request | GateRequest | CommitRequest

@@ -103,7 +103,7 @@ def convolve(
     inplace = flags["inplace_final_state"]
     final: Tensor | None
     if own is None:
-        y, last = _in_torch(*tensors, flags["silu"], flags["output_final_state"] or inplace)
+        y, last = in_torch(*tensors, flags["silu"], flags["output_final_state"] or inplace)
         if last is not None:
             last = last.to(x.dtype if state is None else state.dtype)
             if inplace and state is not None:
@@ -146,26 +146,31 @@ def sequences(cu_seqlens: Any, B: int, T: int) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def _in_torch(
+def in_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``short_convolution`` in torch, for any device: y, and with ``keep`` the final state in the compute dtype."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # These return at once where the dtype stays; to() takes as long as a small operator.
+    widen = Tensor.double if x.dtype == torch.float64 else Tensor.float
     reach, T = weight.shape[1] - 1, x.shape[1]
-    taps, inputs = weight.to(wide).unbind(1), x.to(wide)
-    state = None if state is None else state.to(wide)
+    taps, inputs = widen(weight).unbind(1), widen(x)
+    state = None if state is None else widen(state)
     if cu_seqlens is None:
-        padded = F.pad(inputs, (0, 0, reach, 0)) if state is None else torch.cat([state, inputs], dim=1)
-        seen = [padded[:, j : j + T] for j in range(reach + 1)]
-        final, real = padded[:, T:].clone() if keep else None, None
+        final, real = None, None
+        if T == 1 and state is not None and not keep:
+            seen = [*state.split(1, 1), inputs]
+        else:
+            padded = F.pad(inputs, (0, 0, reach, 0)) if state is None else torch.cat([state, inputs], dim=1)
+            seen = [padded[:, j : j + T] for j in range(reach + 1)]
+            final = padded[:, T:].clone() if keep else None
     else:
         seen, final, real = _packed(inputs[0], state, cu_seqlens, reach, keep)
     z = seen[0] * taps[0]
     for rows, tap in zip(seen[1:], taps[1:], strict=True):
         z = torch.addcmul(z, rows, tap)
-    z = z if bias is None else z + bias.to(wide)
-    y = (F.silu(z) if silu else z).to(x.dtype)
+    z = z if bias is None else z + widen(bias)
+    y = (F.silu(z) if silu else z).type_as(x)
     return y if real is None else y.where(real[:, None], 0), final
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import replace
 from typing import Any
@@ -11,17 +10,18 @@ import torch
 from torch import Tensor
 
 from kda_core import _loaded
-from kda_core._bind import by_head
+from kda_core._bind import build_request, by_head
 from kda_core._checks import PYTHON, check, check_values, expect_flag, python_value
 from kda_core._expect import expect_no_overlap, expect_own_memory
 from kda_core._loaded import Backend
 from kda_core._torch_private import cat
 from kda_core.api import fused_recurrent_kda
 from kda_core.capabilities import Feature
+from kda_core.nn import _convolution, _norm
 from kda_core.nn._checks import expect_convolution, expect_eps, expect_same_device, expect_shape, expect_tensor
-from kda_core.nn._convolution import short_convolution
+from kda_core.nn._convolution import convolve
 from kda_core.nn._dispatch import backend_for, is_eager
-from kda_core.nn._norm import gated_rms_norm
+from kda_core.nn._norm import norm
 from kda_core.request import DecodeStepRequest, Request
 
 FLAGS = (
@@ -40,9 +40,11 @@ _PUBLIC = {
     "accepted": "num_accepted_tokens",
 }  # fmt: skip
 """Fields of a request that have another name in the function."""
-_PLACES, _MOST_PLACES = "places in memory", 256
-"""Key of the memo of a kind of calls: where the tensors of earlier calls lay; the most of them that are kept."""
-_ARGUMENTS = tuple(inspect.signature(fused_recurrent_kda).parameters.keys() - {"backend"})
+_IN_TORCH, _PLACES, _MOST_PLACES = "no hooks", "places in memory", 256
+"""Keys of the memo of a kind of calls: whether no backend has hooks for the convolution and the norm; where the tensors
+of earlier calls lay, and the most of them that are kept."""
+_FLAGS = {"output_final_state": False, "inplace_final_state": False, "silu": True}
+"""Options of the convolution."""
 
 
 def kda_decode_step(
@@ -154,17 +156,16 @@ def kda_decode_step(
     if x.numel():
         features = frozenset() if records is None else _RECORDS
         own, memo = backend_for("decode_step", x, tuple(others), tuple(options.values()), backend, features)
-    request = DecodeStepRequest(**tensors, **options, memo=memo)
+    request = build_request({**tensors, **options, "memo": memo}, DecodeStepRequest)
     # At every call: layouts, by which calls are of one kind, do not say it.
     for name in TENSORS if torch.is_grad_enabled() else ():
         if getattr(tensors[name], "requires_grad", False):
             raise ValueError(f"{name}: kda_decode_step is not differentiable; use torch.no_grad(), or detach it")
-    # Checked calls (KDA_CHECK=1) look at the operators' requests: those of the three calls.
-    if own is None or _loaded.watch is not None:
+    if memo is None:
         _check(request)
         o = _in_parts(request, backend)
     else:
-        o = _in_one(request, own, memo, [t.data_ptr() for t in tensors.values() if t is not None])
+        o = _of_a_kind(request, own, backend, [t for t in tensors.values() if t is not None])
     return out if out is not None else o.squeeze(1) if single else o
 
 
@@ -211,7 +212,7 @@ def _check(r: DecodeStepRequest) -> None:
     expect_same_device(r.x, layer)
     if not torch.compiler.is_compiling():
         # A compiled call's operator makes these checks itself, before anything is written.
-        request = _recurrence(r, r.x)
+        request = Request(op="fused_recurrent_kda", **_recurrence(r, r.x))
         try:
             check(request)
             check_values(request)
@@ -223,18 +224,29 @@ def _check(r: DecodeStepRequest) -> None:
         _expect_own_memory(r)
 
 
-def _in_one(r: DecodeStepRequest, backend: Backend, memo: dict[Any, Any], places: list[int]) -> Tensor:
-    """The step by a backend's own hook; ``places``: addresses of its tensors.
+def _of_a_kind(r: DecodeStepRequest, own: Backend | None, backend: str | None, tensors: list[Tensor]) -> Tensor:
+    """An eager step, by a backend's own hook or in parts.
 
-    Later calls of a kind have the same layouts and options. Their tensors may lie elsewhere, and share memory.
+    Later calls of a kind have the same layouts and options. Their tensors may lie elsewhere, and share memory. Slots
+    and counts are checked by the recurrence (a backend's own hook looks at none), before anything is written.
     """
-    place, seen = tuple(places), memo.get(_PLACES, ())
-    if not memo:
+    memo: dict[Any, Any] = r.memo  # type: ignore[assignment]
+    seen = memo.get(_PLACES)
+    if seen is None:
         _check(r)
-    elif place not in seen:
-        _expect_own_memory(r)
-    o: Tensor = backend.result("kda_core_decode_step", r)
-    if memo and place not in seen:
+        seen, parts = (), ("short_convolution", "gated_rms_norm")
+        memo[_IN_TORCH] = all(backend_for(part, r.x, (), (), backend)[0] is None for part in parts)
+    try:
+        place = tuple([t.data_ptr() for t in tensors])
+        if seen and place not in seen:
+            _expect_own_memory(r)
+        # Checked calls (KDA_CHECK=1) look at the operators' requests: those of the three calls.
+        in_parts = own is None or _loaded.watch is not None
+        o: Tensor = _in_parts(r, backend) if in_parts else own.result("kda_core_decode_step", r)  # type: ignore[union-attr]
+    except (RuntimeError, TypeError, ValueError):
+        _check(r)  # its errors have the names of this function's arguments
+        raise
+    if place not in seen:
         memo[_PLACES] = {place, *seen} if len(seen) < _MOST_PLACES else {place}
     return o
 
@@ -246,65 +258,81 @@ def _expect_own_memory(r: DecodeStepRequest) -> None:
         expect_own_memory(given, ("out", "conv_state", "state", "records"))
 
 
-def _recurrence(r: DecodeStepRequest, y: Tensor) -> Request:
-    """The recurrence behind a convolution with the result y [N, T, D]."""
-    HV, K = r.g.shape[2:]
-    q, k, v = y.split([r.H * K, r.H * K, HV * r.V], -1)
-    state = r.state if r.indices is not None else r.state[: len(y)]
-    return r.recurrence(q.unflatten(-1, (r.H, K)), k.unflatten(-1, (r.H, K)), v.unflatten(-1, (HV, r.V)), state)
+def _recurrence(r: DecodeStepRequest, y: Tensor) -> dict[str, Any]:
+    """Arguments of the recurrence behind a convolution with the result y [N, T, D]."""
+    (N, T, HV, K), H = r.g.shape, r.H
+    q, k, v = y.split_with_sizes([H * K, H * K, HV * r.V], -1)
+    state = r.state if r.indices is not None else r.state[:N]
+    return r.recurrence_arguments(q.view(N, T, H, K), k.view(N, T, H, K), v.view(N, T, HV, r.V), state)
 
 
 def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
-    """The step in three calls; without a synchronisation, so that a CUDA graph can hold it."""
+    """The step in three calls of checked arguments; without a synchronisation, so that a CUDA graph can hold it."""
     if not r.conv_state.shape[0]:  # all sequences are skipped: a row to read and write in their place
         r = replace(r, conv_state=r.conv_state.new_zeros(1, *r.conv_state.shape[1:]))
-    slots, first = _slots(r)
-    before = r.conv_state[first]
+    places, first, masked = _slots(r)
+    before = r.conv_state[: len(r.x)] if first is None else r.conv_state.index_select(0, first)
     if r.commit_inputs is not None and r.num_committed is not None:
         every = cat([before, r.commit_inputs.to(before.dtype)], 1)
         count = r.num_committed.long().clamp(0, r.commit_inputs.shape[1])
         taken = count[:, None] + torch.arange(before.shape[1], device=count.device)
         before = every.gather(1, taken[:, :, None].expand(-1, -1, every.shape[2]))
-    y, _ = short_convolution(r.x, r.weight, r.bias, before, backend=backend)
-    call = _recurrence(r, y)
-    o, _ = fused_recurrent_kda(**{n: getattr(call, n) for n in _ARGUMENTS}, backend=backend)
-    if r.records is None:
-        _keep_inputs(r, slots, before)
+    in_torch = r.memo is not None and r.memo.get(_IN_TORCH)
+    if in_torch:
+        y, _ = _convolution.in_torch(r.x, r.weight, r.bias, before, None, True, False)
+    else:
+        (y,), _ = convolve(r.x, r.weight, r.bias, before, None, _FLAGS, (r.x.shape[2:],), backend)
+    o, _ = fused_recurrent_kda(**_recurrence(r, y), backend=backend)
+    T, reach = r.x.shape[1], before.shape[1]
+    if r.records is None and T:
+        # The W - 1 inputs behind each token, or behind the last one.
+        every = cat([before, r.x.type_as(before)], 1)
+        last = r.indices is None or r.indices.shape[1:].numel() == 1
+        rows = every.narrow(1, T, reach) if last else every.unfold(1, reach, 1)[:, 1:].transpose(2, 3).flatten(0, 1)
+        _write(r, places, rows, masked)
     elif r.commit is not None:
-        _write(r, slots[:, 0], before)
+        _write(r, places, before, masked)
     if r.norm_gate is not None and r.norm_weight is not None:
-        o = gated_rms_norm(o, r.norm_gate, r.norm_weight, r.norm_eps, backend)
+        if in_torch:
+            o = _norm.in_torch(o, r.norm_gate, r.norm_weight, r.norm_eps)
+        else:
+            o = norm(o, r.norm_gate, r.norm_weight, r.norm_eps, backend)
     return o if r.out is None else r.out.copy_(o)
 
 
-def _slots(r: DecodeStepRequest) -> tuple[Tensor, Tensor]:
-    """Slots to be written [N, T], or [N, 1] after the last token, -1 for none; and those to start from [N], any."""
-    N, T, _ = r.x.shape
+def _slots(r: DecodeStepRequest) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Slots to be written [N · T], or [N] after the last token; those to start from [N]; whether some may be skipped.
+
+    None: slot n of sequence n. A slot that is not to be written is -1, and one that is not to be read any other.
+    """
     if r.indices is None:
-        first = torch.arange(N, device=r.x.device)
-        return first[:, None], first
-    table = r.indices.long() if r.indices.dim() == 2 else r.indices.long()[:, None]
-    start = table[:, :1]
-    if r.accepted is not None:
-        start = table.gather(1, (r.accepted.long() - 1).clamp(0, table.shape[1] - 1)[:, None])
-    unused = (table < 0) | (table == r.pad_slot_id) | (table >= r.state.shape[0])
-    skipped = (start < 0) | (start == r.pad_slot_id) | (start >= r.state.shape[0])
-    written = table.masked_fill(unused | skipped, -1)
-    return written[:, : max(T, 1)], start.clamp(0, r.state.shape[0] - 1)[:, 0]
+        return None, None, False
+    slots, table = r.state.shape[0], r.indices.long()
+    table = first = table if table.dim() == 1 else table.squeeze(1)
+    if table.dim() == 2:
+        first = table[:, 0]
+        if r.accepted is not None:
+            first = table.gather(1, (r.accepted.long() - 1).clamp(0, table.shape[1] - 1)[:, None])[:, 0]
+        table = table[:, : r.x.shape[1]]
+    # Without a memo the values may be traced ones.
+    if r.memo is not None and table.is_cpu:
+        used = r.indices.flatten().tolist()
+        if 0 <= min(used) <= max(used) < slots and r.pad_slot_id not in used:
+            return table.flatten(), first, False
+    skipped = (first < 0) | (first == r.pad_slot_id) | (first >= slots)
+    unused = (table < 0) | (table == r.pad_slot_id) | (table >= slots)
+    unused = unused | (skipped if table.dim() == 1 else skipped[:, None])
+    return table.masked_fill(unused, -1).flatten(), first.clamp(0, len(r.conv_state) - 1), True
 
 
-def _keep_inputs(r: DecodeStepRequest, slots: Tensor, before: Tensor) -> None:
-    """Write the W - 1 inputs behind each token, or behind the last one, to its slot."""
-    reach, T = before.shape[1], r.x.shape[1]
-    if not T:
+def _write(r: DecodeStepRequest, places: Tensor | None, rows: Tensor, masked: bool) -> None:
+    """Write rows [N', W - 1, D] to slots [N'], with ``masked`` -1 for none; None: to the first ones."""
+    if places is None:
+        r.conv_state[: len(rows)] = rows
         return
-    every = cat([before, r.x.to(before.dtype)], dim=1).unfold(1, reach, 1)[:, 1:]  # [N, T, D, W - 1]
-    rows = every[:, T - slots.shape[1] :].transpose(2, 3).flatten(0, 1)
-    _write(r, slots.flatten(), rows)
-
-
-def _write(r: DecodeStepRequest, places: Tensor, rows: Tensor) -> None:
-    """Write rows [N', W - 1, D] to slots [N'], -1 for none."""
+    if not masked:
+        r.conv_state.index_copy_(0, places, rows)
+        return
     if not len(places):
         return
     # A row without a slot repeats one that has a slot, with the same numbers: writing needs no order, and no wait.

@@ -15,7 +15,7 @@ from torch import Tensor
 from kda_core import _torch_private
 from kda_core._loaded import Backend
 from kda_core._plugins import registry, requested_name
-from kda_core._signature import is_plain
+from kda_core._signature import Same, is_plain
 from kda_core.capabilities import Feature, Unavailable
 from kda_core.errors import UnsupportedCall
 
@@ -57,17 +57,30 @@ def backend_for(
         UnsupportedCall: the backend that was asked for cannot serve the device.
         BackendNotFound, BrokenBackend: it is not installed, or could not be loaded.
     """
-    if not is_eager(x, *others):
+    if not is_eager():
         return None, None
-    name = requested_name(name)
-    layouts = [t if t is None else (t.shape, t.stride(), t.dtype) for t in (x, *others)]
-    key = (function, name, x.device, *layouts, *options)
+    name, values = requested_name(name), (x, *others, *options)
     # With the router's choices: they are dropped together when a backend comes or goes.
     choices: dict[Any, Any] = registry._choices
+    recent = function, name, x.shape, len(values)
+    same, found = choices.get(recent, (None, None))
+    if same is not None and same(values) is not None:
+        return found
+    if not is_eager(x, *others):
+        return None, None
+    layouts = [t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (x, *others)]
+    # Types of options too: True == 1, and checks accept only one of the two.
+    key = (function, name, *layouts, *options, *map(type, options))
     found = choices.get(key)
     if found is None:
         found = _choose(function, x, name, features), {}
         registry._keep(key, *found)
+        return found
+    same = found[1].get(Same)
+    if same is None:
+        same = found[1][Same] = Same.of(values, range(len(values)))
+    if same.can_match:
+        registry._keep(recent, same, found)
     return found
 
 

@@ -39,9 +39,14 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, b
     """
     eps = python_value(eps)
     _check(x, gate, weight, eps)
+    return norm(x, gate, weight, eps, backend)
+
+
+def norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, backend: str | None) -> Tensor:
+    """``gated_rms_norm`` of checked arguments."""
     own, memo = backend_for("gated_rms_norm", x, (gate, weight), (eps,), backend) if x.numel() else (None, None)
     if own is None:
-        return _in_torch(x, gate, weight, eps)
+        return in_torch(x, gate, weight, eps)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, weight)):
         return NormedProduct.apply(own, memo, eps, x, gate, weight, None)
     request = GatedNormRequest(x=x, gate=gate, weight=weight, eps=eps, memo=memo)
@@ -72,11 +77,12 @@ def _check(x: Any, gate: Any, weight: Any, eps: Any) -> None:
     expect_eps("eps", eps)
 
 
-def _in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = x.to(wide)
-    scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-    return (rows * scale * weight.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype)
+def in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # These return at once where the dtype stays; to() takes as long as a small operator.
+    widen = Tensor.double if x.dtype == torch.float64 else Tensor.float
+    rows = widen(x)
+    scale = rows.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (rows * scale * widen(weight) * torch.sigmoid(widen(gate))).type_as(x)
 
 
 class NormedProduct(torch.autograd.Function):

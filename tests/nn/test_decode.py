@@ -10,6 +10,7 @@ import torch
 import toys
 
 from kda_core import checked_calls, empty_records
+from kda_core._plugins import registry
 from kda_core.hookspecs import hookimpl
 from kda_core.nn import kda_decode_step
 from kda_core.testing.layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step, with_slots
@@ -25,16 +26,18 @@ COMMIT = {
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_step_is_its_parts(name: str, backend: str):
-    call = step(name)
-    o, state, conv_state = expected(call)
-    before = {n: t.clone() for n, t in call.items() if isinstance(t, torch.Tensor)}
-    found = kda_decode_step(**call, backend=backend)
-    exact = torch.finfo(call["mixed_qkv"].dtype).eps
-    torch.testing.assert_close(found, o, rtol=20 * exact, atol=20 * exact)
-    own = torch.finfo(call["state"].dtype).eps
-    torch.testing.assert_close(call["state"], state, rtol=20 * own, atol=2 * own)
-    assert torch.equal(call["conv_state"], conv_state)
-    assert [n for n, t in before.items() if n not in ("state", "conv_state") and not torch.equal(t, call[n])] == []
+    """Twice: the second call of a kind is not checked like the first."""
+    o, state, conv_state = expected(step(name))
+    for call in (step(name), step(name)):
+        before = {n: t.clone() for n, t in call.items() if isinstance(t, torch.Tensor)}
+        found = kda_decode_step(**call, backend=backend)
+        exact = torch.finfo(call["mixed_qkv"].dtype).eps
+        torch.testing.assert_close(found, o, rtol=20 * exact, atol=20 * exact)
+        own = torch.finfo(call["state"].dtype).eps
+        torch.testing.assert_close(call["state"], state, rtol=20 * own, atol=2 * own)
+        assert torch.equal(call["conv_state"], conv_state)
+        others = [n for n in before if n not in ("state", "conv_state")]
+        assert [n for n in others if not torch.equal(before[n], call[n])] == []
 
 
 def test_skipped_sequences_and_other_slots_are_left_alone():
@@ -298,3 +301,41 @@ def test_checked_calls_look_at_the_slots_of_a_step():
         assert toy.steps == 2
     assert torch.equal(o, kda_decode_step(**plain))
     assert torch.equal(call["state"], plain["state"])
+
+
+REPEATED = (
+    "slots", "a slot twice", "too many accepted", "eps", "eps is a flag", "shared memory", "out in the inputs",
+    "out is the norm's gate", "the norm's gate in the state", "inputs of a commit in the conv state",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_later_call_of_a_kind_is_refused_like_the_first(name: str):
+    """With layouts that were seen, and checked, with right values and in memory of their own."""
+    call, messages = step("one token") | WRONG[name][0], []
+    right = {"state_indices": torch.arange(3), "num_committed": torch.tensor([0, 2, 1]), "norm_eps": 1.0}
+    tensors = {n: t for n, t in call.items() if isinstance(t, torch.Tensor)}
+    apart = {n: t.new_empty_strided(t.shape, t.stride()).copy_(t) for n, t in tensors.items()}
+    for calls_before in (0, 3):
+        registry._forget_choices()
+        for _ in range(calls_before):
+            kda_decode_step(**call | apart | {n: value for n, value in right.items() if n in call})
+        kept = {n: call[n].clone() for n in ("state", "conv_state")}
+        with pytest.raises(WRONG[name][1]) as refused:
+            kda_decode_step(**call)
+        messages.append(str(refused.value))
+        assert all(torch.equal(t, call[n]) for n, t in kept.items())
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "stepping"])
+def test_a_kind_of_calls_has_devices_and_types(backend: str):
+    """A backend's step took True for an eps of 1.0, and a tensor of another device for one of the first call's."""
+    good = step("one token") | {"norm_eps": 1.0, "backend": backend}
+    with toys.installed(Stepping("stepping", features=())):
+        for _ in range(3):
+            kda_decode_step(**good)
+        with pytest.raises(TypeError, match=r"^norm_eps: expected a number"):
+            kda_decode_step(**good | {"norm_eps": True})
+        with pytest.raises(ValueError, match=r"^conv_weight: expected cpu"):
+            kda_decode_step(**good | {"conv_weight": good["conv_weight"].to("meta")})
