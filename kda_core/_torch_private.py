@@ -79,6 +79,8 @@ def without_autocast(kind: str) -> AbstractContextManager[Any]:
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """``torch.cat`` without autocast, which refuses 16-bit tensors of another dtype than its own."""
+    if not _any_autocast():  # a region, even an empty one, takes longer than the rest
+        return torch.cat([*tensors], dim)
     with without_autocast(tensors[0].device.type):
         return torch.cat([*tensors], dim)
 

@@ -159,7 +159,7 @@ def in_torch(
     if cu_seqlens is None:
         final, real = None, None
         if T == 1 and state is not None and not keep:
-            seen = [*state.split(1, 1), inputs]
+            seen = [*state.unsqueeze(2).unbind(1), inputs]
         else:
             padded = F.pad(inputs, (0, 0, reach, 0)) if state is None else torch.cat([state, inputs], dim=1)
             seen = [padded[:, j : j + T] for j in range(reach + 1)]
