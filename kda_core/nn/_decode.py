@@ -283,13 +283,8 @@ def _in_parts(r: DecodeStepRequest, backend: str | None) -> Tensor:
     else:
         (y,), _ = convolve(r.x, r.weight, r.bias, before, None, _FLAGS, (r.x.shape[2:],), backend)
     o, _ = fused_recurrent_kda(**_recurrence(r, y), backend=backend)
-    T, reach = r.x.shape[1], before.shape[1]
-    if r.records is None and T:
-        # The W - 1 inputs behind each token, or behind the last one.
-        every = cat([before, r.x.type_as(before)], 1)
-        last = r.indices is None or r.indices.shape[1:].numel() == 1
-        rows = every.narrow(1, T, reach) if last else every.unfold(1, reach, 1)[:, 1:].transpose(2, 3).flatten(0, 1)
-        _write(r, places, rows, masked)
+    if r.records is None:
+        _keep_inputs(r, places, before, masked)
     elif r.commit is not None:
         _write(r, places, before, masked)
     if r.norm_gate is not None and r.norm_weight is not None:
@@ -323,6 +318,17 @@ def _slots(r: DecodeStepRequest) -> tuple[Tensor | None, Tensor | None, bool]:
     unused = (table < 0) | (table == r.pad_slot_id) | (table >= slots)
     unused = unused | (skipped if table.dim() == 1 else skipped[:, None])
     return table.masked_fill(unused, -1).flatten(), first.clamp(0, len(r.conv_state) - 1), True
+
+
+def _keep_inputs(r: DecodeStepRequest, places: Tensor | None, before: Tensor, masked: bool) -> None:
+    """Write the W - 1 inputs behind each token, or behind the last one, to its slot."""
+    T, reach = r.x.shape[1], before.shape[1]
+    if not T:
+        return
+    every = cat([before, r.x.type_as(before)], 1)
+    last = r.indices is None or r.indices.shape[1:].numel() == 1
+    rows = every.narrow(1, T, reach) if last else every.unfold(1, reach, 1)[:, 1:].transpose(2, 3).flatten(0, 1)
+    _write(r, places, rows, masked)
 
 
 def _write(r: DecodeStepRequest, places: Tensor | None, rows: Tensor, masked: bool) -> None:

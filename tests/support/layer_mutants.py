@@ -47,8 +47,8 @@ class StepsAdvanceTheirDraft(DecodingMutant):
     def kda_core_decode_step(self, request: DecodeStepRequest) -> Tensor:
         o = _decode._in_parts(request, "cpu")
         if request.records is not None:
-            slots, first = _decode._slots(request)
-            _decode._keep_inputs(request, slots, request.conv_state[first])
+            places, first, masked = _decode._slots(request)
+            _decode._keep_inputs(request, places, request.conv_state[first], masked)
         return o
 
 
