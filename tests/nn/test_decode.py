@@ -287,6 +287,18 @@ def test_repeated_steps_of_a_backend_compare_memory(name: str):
     assert toy.steps == 3
 
 
+@pytest.mark.parametrize("name", ["g", "conv_weight", "state", "state_indices", "norm_weight"])
+def test_repeated_steps_of_a_backend_compare_devices(name: str):
+    """A kernel would take the address for one of its own device."""
+    call = step("one token") | SLOTS
+    with toys.installed(toy := Stepping("stepping", features=())):
+        kda_decode_step(**call)
+        kda_decode_step(**call)
+        with pytest.raises(ValueError, match=f"^{name}: expected cpu"):
+            kda_decode_step(**call | {name: call[name].to("meta")})
+    assert toy.steps == 2
+
+
 def test_checked_calls_look_at_the_slots_of_a_step():
     """A backend's own step is no operator, and checks of a kind's first call are not made again."""
     with toys.installed(toy := Stepping("stepping", features=())):
