@@ -167,9 +167,9 @@ def recurrent(
         p_slot = indices + i_n * s_index
         i_first = 0
         if accepted is not None:
-            i_first = tl.load(accepted + i_n * s_accepted).to(tl.int64) - 1
+            i_first = tl.load(accepted + i_n * s_accepted).to(tl.int64)
             # Out of range is clamped: the device has nobody to tell, and must not read past the table.
-            i_first = tl.minimum(tl.maximum(i_first, 0), width - 1)
+            i_first = tl.minimum(tl.maximum(i_first, 1), width) - 1
         i_state = tl.load(p_slot + i_first * s_slot).to(tl.int64)
 
     # On their way while the slot is, which the state has to wait for.
