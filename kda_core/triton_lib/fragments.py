@@ -26,7 +26,7 @@ def segments_kernel(
     """
     i = tl.program_id(0).to(tl.int64)
     if cu_seqlens is None:
-        n = tl.minimum(i // per, N)
+        n = tl.minimum(i // tl.maximum(per, 1), N)  # sequences without rows have none
         begin = n * T
         end = tl.minimum(n + 1, N.to(tl.int64)) * T
         first = n * per

@@ -88,7 +88,7 @@ def packed_segments(r: Request, rows: int, v_first: bool) -> Request:
 
 def lies_evenly(x: View) -> bool:
     """Whether the rows of ``x`` [B, T, ..] lie evenly over all of B · T."""
-    return x.shape[0] == 1 or x.strides[0] == x.strides[1] * x.shape[1]
+    return x.shape[0] == 1 or x.shape[1] == 0 or x.strides[0] == x.strides[1] * x.shape[1]
 
 
 def in_one(x: View) -> View:

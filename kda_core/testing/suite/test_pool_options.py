@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -164,6 +165,17 @@ def _check_checkpoints(
         prefix = prefix.having(checkpoint_every=0)
         expected = kda.check(prefix)["final_state"][0]
         kda.expect(prefix, "final_state", kept[slot][None], expected[None], f"the state after {tokens} tokens of {n}")
+
+
+@CHECKPOINTS
+@pytest.mark.parametrize("every", [64, 48])
+def test_checkpoints_of_no_tokens(kda, every: int):
+    """Sequences without tokens have no chunks either; nothing is divided by their number, and the pool stays."""
+    case = Case(name="checkpoints of no tokens", **CHECKPOINTED | {"B": 3, "T": 0, "lengths": ()})
+    call = _kept(case.call().in_pool(indices(4, 0, 2), 6), indices([5], [1], [3]), every)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # which interpreted kernels give where a device reads anywhere
+        assert same_bits(kda.run(call)["pool"], call.tensors["initial_state"])
 
 
 @CHECKPOINTS
