@@ -33,9 +33,13 @@ MOST_NODES = 64
 
 
 def check_pad_slot_id(value: int) -> None:
-    expect_int("pad_slot_id", value)
+    _expect_int64("pad_slot_id", value)
+
+
+def _expect_int64(name: str, value: int) -> None:
+    expect_int(name, value)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        fail("pad_slot_id", "a number of 64 bits", f"{value}")
+        fail(name, "a number of 64 bits", f"{value}")
 
 
 def check_slots(r: Request) -> None:
@@ -223,7 +227,7 @@ def check_commit_values(
 
 def _check_checkpoints(r: Request) -> None:
     indices, every = r.checkpoint_indices, r.checkpoint_every
-    expect_int("checkpoint_every", every)
+    _expect_int64("checkpoint_every", every)
     if indices is None:
         for name, used in (("checkpoint_every", every != 0), ("checkpoint_pool", r.checkpoint_pool is not None)):
             if used:

@@ -84,9 +84,15 @@ def rows_of_slot(cu_seqlens, i_slot, T, N, chunks, C: tl.constexpr):
 
 
 @triton.jit
+def chunks_of_piece(rows, C: tl.constexpr):
+    """Chunks of one piece. Rows may be as many as an integer holds: a sum with them exceeds it."""
+    return (rows - 1) // C + 1
+
+
+@triton.jit
 def chunks_of_pieces(length, rows, C: tl.constexpr):
     """Chunks of a sequence of ``length`` rows that begin anew every ``rows`` rows."""
-    return length // rows * ((rows + C - 1) // C) + (length % rows + C - 1) // C
+    return length // rows * chunks_of_piece(rows, C) + (length % rows + C - 1) // C
 
 
 @triton.jit
@@ -94,7 +100,7 @@ def first_piece_of(cu_seqlens, i_n, bos, T, rows):
     """Where sequence ``i_n`` begins, with its pieces as packed sequences of one token axis: (row, piece), int64."""
     if cu_seqlens is None:
         begin = i_n * T
-        first = i_n * ((T + rows - 1) // rows)
+        first = i_n * ((T - 1) // rows + 1)  # of at least one row; a sum with ``rows`` may exceed an integer
     else:
         begin = bos
         first = bos // rows + i_n
@@ -108,7 +114,7 @@ def chunk_of_pieces(i, begin, first_piece, rows, C: tl.constexpr):
     Pieces are packed sequences of one token axis. The sequence begins there at row ``begin`` of piece ``first_piece``.
     """
     i = tl.cast(i, tl.int64)  # a plain Python number in the interpreter
-    each = (rows + C - 1) // C
+    each = chunks_of_piece(rows, C)
     piece = i // each
     row = i % each * C
     slot = (begin + piece * rows) // C + first_piece + piece + i % each

@@ -136,6 +136,7 @@ BAD_CALLS = [
     ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=-64)),
     ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=8)),
     ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=72)),
+    ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=2**63)),
     ("checkpoint_every", ValueError, CHUNK, lambda: kept(checkpoint_every=96, return_intermediate_states=True)),
     ("checkpoint_pool", ValueError, CHUNK, lambda: kept(update_state=False)),
     ("checkpoint_pool", ValueError, CHUNK, lambda: kept(checkpoint_pool=zeros(SLOTS, HV, V, K))),

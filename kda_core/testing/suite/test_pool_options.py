@@ -179,6 +179,16 @@ def test_checkpoints_of_no_tokens(kda, every: int):
 
 
 @CHECKPOINTS
+@pytest.mark.parametrize("every", [2**31 - 16, 2**31 + 16, 2**63 - 16], ids=["31 bits", "32 bits", "63 bits"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_checkpoints_that_no_sequence_reaches(kda, every: int, packed: bool):
+    """So may a server say "never"; no sum with such a number overflows."""
+    shape = {} if packed else {"B": 4, "T": 70, "lengths": ()}
+    call = Case(name=f"checkpoints never {packed}", **CHECKPOINTED | shape).call().in_pool(indices(4, 0, 2, 5), 12)
+    kda.check(_kept(call, TABLE, every))
+
+
+@CHECKPOINTS
 def test_checkpoints_change_nothing_else(kda):
     """In another pool and dtype, strided, without an update; other columns of a table are not looked at."""
     call = Case(name="checkpoints elsewhere", V=64, **CHECKPOINTED).call().in_pool(indices(4, 0, -1, 5), 6)
