@@ -107,7 +107,8 @@ def test_index_past_the_pool(kda, op: str, T: int, far: int):
         calls += [(draft(kda).in_pool(indices(2, 0, 1), 9).written_elsewhere(table, 6), "final_state_indices", 2)]
     if op == "chunk_kda" and kda.declares(Feature.CHECKPOINTS):
         kept, table = sequences(kda, op, T).in_pool(indices(4, 0, 2), 6), indices([5], [-1], [1])
-        calls += [(_kept(kept, table, 64, slots), "checkpoint_indices", 2) for slots in (0, 6)]
+        calls += [(_kept(kept, table, every, slots), "checkpoint_indices", 2) for every in (64, 48) for slots in (0, 6)]
+        calls += [(_kept(call, table, 48, 6), "ssm_state_indices", 1)]
     for padded, name, dims in calls:
         slots = padded.tensors[name]
         assert slots.dim() == dims
