@@ -124,9 +124,12 @@ def served(case: Case) -> Iterator[Call]:
     yield call.having(has_initial_state=fresh).in_pool(slots, 2 * N + 1).written_elsewhere(others)
     yield call.in_pool(slots, 2 * N + 1).written_elsewhere(others.flip(0), 2 * N, BF16)
     if case.op == "chunk_kda":
-        kept = {"checkpoint_indices": torch.full((N, 3), 2**30, dtype=torch.int32), "checkpoint_every": 32}
-        kept["checkpoint_indices"][:, 0] = others
-        yield replace(call, options=call.options | {"chunk_size": 32}).having(**kept).in_pool(slots, 2 * N + 1)
+        table = torch.full((N, 3), 2**30, dtype=torch.int32)
+        table[:, 0] = others
+        keeping = replace(call, options=call.options | {"chunk_size": 32}).having(checkpoint_indices=table)
+        # Within chunks, too, but beside intermediate states.
+        for every in (32,) if case.options.get("return_intermediate_states") else (32, 48):
+            yield keeping.having(checkpoint_every=every).in_pool(slots, 2 * N + 1)
     yield call.having(update_state=False, has_initial_state=~fresh).in_pool(slots, 2 * N + 1)
 
 
