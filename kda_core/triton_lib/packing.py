@@ -109,15 +109,15 @@ def first_piece_of(cu_seqlens, i_n, bos, T, rows):
 
 @triton.jit
 def chunk_of_pieces(i, begin, first_piece, rows, C: tl.constexpr):
-    """Chunk i of such a sequence, int64: (its first row, rows from there to the end of its piece, its slot).
+    """Chunk i of such a sequence: (its first row, rows from there to the end of its piece, its slot), int64.
 
     Pieces are packed sequences of one token axis. The sequence begins there at row ``begin`` of piece ``first_piece``.
     """
-    i = tl.cast(i, tl.int64)  # a plain Python number in the interpreter
     each = chunks_of_piece(rows, C)
-    piece = i // each
-    row = i % each * C
-    slot = (begin + piece * rows) // C + first_piece + piece + i % each
+    piece = (i // each).to(tl.int64)
+    within = (i % each).to(tl.int64)
+    row = within * C
+    slot = (begin + piece * rows) // C + first_piece + piece + within
     return piece * rows + row, rows - row, slot
 
 

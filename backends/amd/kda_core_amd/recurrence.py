@@ -186,7 +186,7 @@ def recurrence(
         first = i_chunk * C
         left = length - first
         if PIECES:
-            first, left, i_chunk = chunk_of_pieces(i, begin, first_piece, piece, C)
+            first, left, i_chunk = chunk_of_pieces(i_chunk, begin, first_piece, piece, C)
             left = tl.minimum(left, length - first)
         p_keys = keys + i_chunk * HV * (3 * C * KP)
         m_row = (o_r < left)[None, :] & m_v[:, None]

@@ -122,7 +122,8 @@ def recurrence(
         first = rows_of_chunk * i
         left = length - i * C
         if PIECES:
-            first, left, slot = chunk_of_pieces(i, begin, first_piece, piece, C)
+            # Chunks are few enough for 32 bits; with a division of 64 bits the kernel spills.
+            first, left, slot = chunk_of_pieces(tl.cast(i, tl.int32), begin, first_piece, piece, C)
             left = tl.minimum(left, length - first)
         slot = slot * HV + i_h
         if DESCRIPTORS:
