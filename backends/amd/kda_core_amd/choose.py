@@ -115,7 +115,7 @@ _STEP = _table(Config(32, 2), Config(32, 4), Config(32, 2), Config(32, 4))
 _RECURRENCES = _table(Config(32, 2), Config(32, 2), Config(32, 4))
 _CDNA = MappingProxyType({
     "prepare": _table(Config(32, 1)),
-    "recurrence": _table(Config(32, 2, 2), Config(32, 2), Config(32, 4)),
+    **dict.fromkeys(("recurrence", "recurrence, pieces"), _table(Config(32, 2, 2), Config(32, 2), Config(32, 4))),
     "recurrent": _STEP,
     "recurrent, V first": _STEP,
     "join": _JOIN,
@@ -131,6 +131,7 @@ _RDNA = MappingProxyType({
     "prepare": _table(*[Config(16, 4, level_loop=True)] * 2, Config(16, 8, level_loop=True)),
     # Checkpoints need addresses beside the state: smaller blocks leave room for them.
     "recurrence": _table(Config(16, 2, keys=32), Config(16, 4, keys=16), Config(16, 16, keys=64)),
+    "recurrence, pieces": _table(Config(16, 4, keys=32), Config(16, 16, keys=32), Config(16, 16, keys=64)),
     "recurrent": _WIDE_STEP,
     "recurrent, V first": _WIDE_STEP,
     "join": _table(Config(16, 16, keys=32, level_loop=True)),
@@ -143,7 +144,7 @@ _RDNA = MappingProxyType({
 _FOREIGN_RECURRENCES = _table(Config(32, 2, 2), Config(32, 4), Config(16, 4))
 _FOREIGN = MappingProxyType({
     "prepare": _table(Config(16, 1), Config(16, 1), Config(16, 2)),
-    "recurrence": _FOREIGN_RECURRENCES,
+    **dict.fromkeys(("recurrence", "recurrence, pieces"), _FOREIGN_RECURRENCES),
     "recurrent": _table(Config(32, 1), Config(32, 1), Config(64, 2)),
     "recurrent, V first": _table(Config(16, 1)),
     "join": _JOIN,

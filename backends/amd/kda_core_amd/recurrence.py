@@ -17,8 +17,8 @@ import triton.language as tl
 
 from kda_core.triton_lib.packing import (
     checkpoint_slot,
-    chunk_of_pieces,
     chunks_before,
+    chunks_of_piece,
     chunks_of_pieces,
     first_piece_of,
     is_padding,
@@ -163,6 +163,9 @@ def recurrence(
         count = chunks_of_pieces(length, piece, C)
         begin, first_piece = first_piece_of(cu_seqlens, i_n, bos, T, piece)
         first_slot *= 0  # each chunk has its own
+        each = chunks_of_piece(piece, C)
+        at = tl.zeros_like(i_n)
+        within = tl.zeros_like(i_n)
     first_chunk = first_slot * HV + i_h
     keys += first_chunk * (3 * C * KP)
     P += first_chunk * (C * C)
@@ -186,8 +189,9 @@ def recurrence(
         first = i_chunk * C
         left = length - first
         if PIECES:
-            first, left, i_chunk = chunk_of_pieces(i_chunk, begin, first_piece, piece, C)
-            left = tl.minimum(left, length - first)
+            first = at + within * C
+            left = tl.minimum(piece - within * C, length - first)
+            i_chunk = (begin + at) // C + first_piece + within
         p_keys = keys + i_chunk * HV * (3 * C * KP)
         m_row = (o_r < left)[None, :] & m_v[:, None]
         b_v = tl.load(v + first * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
@@ -223,6 +227,13 @@ def recurrence(
         b_o = tl.dot(b_r, b_p, b_o, input_precision=DOT)
         S = step(S, b_r, p_keys, p_decay, o_ck, C, KP, BK, DOT)
         tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
+        if PIECES:
+            # Counted: with ``chunk_of_pieces``, whose divisions are of 64 bits, lanes of RDNA spill.
+            within += 1
+            ends = within == each
+            at += tl.where(ends, piece, 0)
+            first_piece += tl.where(ends, 1, 0)
+            within = tl.where(ends, 0, within)
 
     if checkpoints is not None:
         ends = length % (piece if PIECES else C) == 0

@@ -54,7 +54,7 @@ def add_recurrence(
     f: Frame, o: View, initial_state: View | None, final_state: View | None, h: View | None = None
 ) -> None:
     """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
-    r, chosen = f.r, f.config("recurrence")
+    r, chosen = f.r, f.config("recurrence, pieces" if f.names["PIECES"] else "recurrence")
     blocks, heads = f.blocks(chosen), r.N * r.HV
     unit, strides = row_strides(v=f.names["v"], o=o)
     f.launch(
