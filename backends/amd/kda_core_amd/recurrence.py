@@ -160,6 +160,7 @@ def recurrence(
     dtype = v.dtype.element_ty
     count = (length + C - 1) // C
     if PIECES:
+        piece = tl.cast(piece, tl.int64)  # enters addresses
         count = chunks_of_pieces(length, piece, C)
         begin, first_piece = first_piece_of(cu_seqlens, i_n, bos, T, piece)
         first_slot *= 0  # each chunk has its own
