@@ -307,7 +307,7 @@ def _slots(r: DecodeStepRequest) -> tuple[Tensor | None, Tensor | None, bool]:
     if table.dim() == 2:
         first = table[:, 0]
         if r.accepted is not None:
-            first = table.gather(1, (r.accepted.long() - 1).clamp(0, table.shape[1] - 1)[:, None])[:, 0]
+            first = table.gather(1, r.accepted.long().clamp(1, table.shape[1])[:, None] - 1)[:, 0]
         table = table[:, : r.x.shape[1]]
     # Without a memo the values may be traced ones.
     if r.memo is not None and table.is_cpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import toys
 from kda_core import checked_calls, empty_records
 from kda_core._plugins import registry
 from kda_core.hookspecs import hookimpl
-from kda_core.nn import kda_decode_step
+from kda_core.nn import _decode, kda_decode_step
 from kda_core.testing.layer_steps import DRAFTS, STEPS, drafts_with_records, expected, step, with_slots
 
 SLOTS = {"state_indices": torch.arange(3)}
@@ -101,6 +102,15 @@ def test_drafts_continue_from_the_accepted_token():
         kda_decode_step(**alone | {m: call[m][n : n + 1, :count] for m in by_token})
         plain = kda_decode_step(**alone | {m: following[m][n : n + 1] for m in by_token})
         torch.testing.assert_close(o[n : n + 1], plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "slot"), [(-(2**63), 3), (0, 3), (2, 4), (2**40, 4)])
+def test_a_count_that_nobody_reads_is_clamped(count: int, slot: int):
+    """On a device no check sees it; less 1, the least number of 64 bits would be the largest."""
+    table, accepted, pool = torch.tensor([[3, 4]]), torch.tensor([count]), torch.zeros(7, 1, 2, 2)
+    call = {"indices": table, "accepted": accepted, "state": pool, "conv_state": torch.zeros(7, 3, 6)}
+    _, first, _ = _decode._slots(SimpleNamespace(**call, x=torch.zeros(1, 2, 6), memo=None, pad_slot_id=-1))
+    assert first.tolist() == [slot]
 
 
 @pytest.mark.parametrize("name", DRAFTS)
