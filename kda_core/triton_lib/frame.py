@@ -7,7 +7,7 @@ from typing import Any
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows, named_state_strides
-from kda_core.triton_lib.layout import CHUNK, padded
+from kda_core.triton_lib.layout import CHUNK, padded, piece_rows
 from kda_core.triton_lib.plan import Builder, Copy, View, changed
 
 
@@ -53,7 +53,7 @@ def _checkpoints(r: Request) -> dict[str, Any]:
         "checkpoints": table, "checkpoint_pool": pool, "s_row": s_row, "s_column": s_column,
         "columns": 0 if table is None else table.shape[1], "checkpoint_slots": 0 if pool is None else pool.shape[0],
         "every": -(-r.checkpoint_every // CHUNK), "piece": r.checkpoint_every,
-        "PIECES": r.checkpoint_every % CHUNK > 0,
+        "PIECES": piece_rows(r) > 0,
     }  # fmt: skip
 
 

@@ -59,6 +59,11 @@ def slots(request: Request, rows: int = CHUNK) -> int:
     return request.T // rows + request.N + 1
 
 
+def piece_rows(request: Request) -> int:
+    """Rows from checkpoint to checkpoint where some lie within a chunk: chunks begin anew behind each. 0 otherwise."""
+    return request.checkpoint_every if request.checkpoint_every % CHUNK else 0
+
+
 def intermediate_states_shape(request: Request) -> tuple[int, ...]:
     """Shape of h. Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``."""
     size = request.chunk_size

@@ -22,14 +22,11 @@ from typing import Any
 
 import torch
 
-from kda_core.request import Edges, Request
+from kda_core.request import DATA, Edges, Request
 from kda_core.triton_lib.arguments import named_state_strides
 from kda_core.triton_lib.frame import names
-from kda_core.triton_lib.layout import CHUNK
+from kda_core.triton_lib.layout import piece_rows
 from kda_core.triton_lib.plan import Builder, View, changed
-
-ROWS = ("q", "k", "v", "g", "beta")
-"""Inputs [B, T, ..] of a call."""
 
 
 def segments_of(r: Request, rows: int) -> int:
@@ -98,14 +95,14 @@ def in_one(x: View) -> View:
     return x._replace(shape=(1, rows, *x.shape[2:]), strides=(rows * x.strides[1], *x.strides[1:]))
 
 
+def written_evenly(b: Builder, o: View) -> View:
+    """``o``, or room for it whose rows do so: ``finish_output`` copies them."""
+    return o if lies_evenly(o) else b.scratch("o", o.shape, o.dtype)
+
+
 def one_token_axis(b: Builder, x: View) -> View:
     """``x`` [B, T, ..], copied where its rows do not lie evenly over all of B · T."""
     return x if lies_evenly(x) else b.dense(x)
-
-
-def piece_rows(r: Request) -> int:
-    """Rows from checkpoint to checkpoint where some lie within a chunk: chunks begin anew behind each. 0 otherwise."""
-    return r.checkpoint_every if r.checkpoint_every % CHUNK else 0
 
 
 def in_pieces(r: Request) -> Request:
@@ -118,7 +115,7 @@ def in_pieces(r: Request) -> Request:
         return r
     cut = packed_segments(r, rows, r.state_v_first)
     own = View("own of segments", (cut.N,), (1,), torch.int64)
-    axis = {n: in_one(getattr(r, n)) for n in ROWS}
+    axis = {n: in_one(getattr(r, n)) for n in DATA}
     return changed(
         cut, **axis, ssm_state_indices=own, pad_slot_id=-1, has_initial_state=None, final_state_indices=None,
         final_state_pool=None, checkpoint_indices=None, checkpoint_every=0, checkpoint_pool=None,
@@ -129,7 +126,7 @@ def cut_into_pieces(b: Builder, r: Request) -> Request:
     """``in_pieces``, with tables that the plan writes, and copies of rows that do not lie evenly."""
     if not piece_rows(r):
         return r
-    even = changed(r, **{n: one_token_axis(b, getattr(r, n)) for n in ROWS})
+    even = changed(r, **{n: one_token_axis(b, getattr(r, n)) for n in DATA})
     cut = in_pieces(even)
     own = b.scratch("own of segments", (cut.N,), torch.int64)
     return changed(cut, cu_seqlens=write_segments(b, r, piece_rows(r), own=own), ssm_state_indices=own)

@@ -14,16 +14,9 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.frame import finish_output, outputs
-from kda_core.triton_lib.layout import CHUNK, slots
+from kda_core.triton_lib.layout import CHUNK, piece_rows, slots
 from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts
-from kda_core.triton_lib.segments import (
-    cut_into_pieces,
-    in_one,
-    lies_evenly,
-    packed_segments,
-    piece_rows,
-    write_bounds,
-)
+from kda_core.triton_lib.segments import cut_into_pieces, in_one, packed_segments, write_bounds, written_evenly
 from kda_core_amd.choose import Architecture
 from kda_core_amd.plans.frame import Frame
 from kda_core_amd.plans.segments import add_starts
@@ -85,7 +78,7 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
     else:
         f = Frame(b, r, chip)
         if piece_rows(r):
-            o = o if lies_evenly(o) else b.scratch("o", o.shape, o.dtype)
+            o = written_evenly(b, o)
             cut = Frame(b, cut_into_pieces(b, f.r), chip)
             add_prepare(cut, in_one(o))
             f.names |= {n: cut.names[n] for n in ("keys", "P", "D")}

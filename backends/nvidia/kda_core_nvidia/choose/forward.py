@@ -8,8 +8,8 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
-from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.segments import in_pieces, piece_rows
+from kda_core.triton_lib.layout import CHUNK, padded, piece_rows, slots
+from kda_core.triton_lib.segments import in_pieces
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chip import Chip

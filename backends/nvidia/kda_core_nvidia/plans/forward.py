@@ -17,7 +17,7 @@ from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import cut_into_pieces, in_one, lies_evenly, piece_rows, segments_of
+from kda_core.triton_lib.segments import cut_into_pieces, in_one, segments_of, written_evenly
 from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
@@ -244,8 +244,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     starts = b.result("starts", chunk.starts_shape(r), torch.float32) if keep and chunk.starts_shape(r) else None
     kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
     if choice.segment_rows and chunk.several(r):
-        if not lies_evenly(o):
-            o = b.scratch("o", o.shape, o.dtype)
+        o = written_evenly(b, o)
         prepared = _add_several(b, r, choice, o, final_state, keep, starts)
     elif choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
@@ -254,9 +253,9 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         new = b.result if everything else b.scratch
         states = _states(r, o, final_state) if choice.finishes else None
         progress = None
-        if piece_rows(r) and not lies_evenly(o):
-            o = b.scratch("o", o.shape, o.dtype)
         cut = cut_into_pieces(b, r)
+        if cut is not r:
+            o = written_evenly(b, o)
         if choice.follows:
             progress = b.scratch("progress", (FLAGS.value + slots(r, 2 * CHUNK) * r.HV,), torch.int32, True)
         own = o if cut is r else in_one(o)
