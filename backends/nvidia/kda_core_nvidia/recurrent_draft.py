@@ -7,6 +7,13 @@ and warps share no sum. Records that are committed first lie beside it.
 Threads take every sum in the order in which those of ``recurrent`` take it: not a bit of a result shows which of the
 two kernels it came from. Float32 states stored K first lie in two warps there, which are added last.
 
+From bfloat16 states, the tokens are one chunk: with D the decays from the start to a token and S the committed state,
+
+    u_t = β (v_t − r_k (Sᵀ(D k_t) + Σ A_ts u_s))      o_t = r_q (Sᵀ(D q_t) + Σ B_ts u_s) + (q_t · k_t) u_t
+
+where A and B are products of k_t and q_t, decayed, with k_s of the tokens that t continues from. No token waits for the
+state behind another. Other tokens than its ancestors leave no trace in a token's bits, so that trees may be drafts.
+
 In a decoding step of a layer (``TAPS``) a program has a whole head. It convolves the head's channels of q, k and v, and
 norms the rows of o that it has written.
 
@@ -16,10 +23,11 @@ Grid: (N · HV · V / value channels of a program), value blocks fastest, then h
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kda_core.triton_lib.commit_kernels import parent_of, token_of
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, seen_as
+from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, mma_v2, seen_as
 from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
 from kda_core_nvidia.recurrent import along_v
 from kda_core_nvidia.recurrent_step import SIZE, widen
@@ -74,6 +82,61 @@ def _part(buffer, i, T: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _ancestors(parents, T: gl.constexpr):
+    """The tokens that each of T continues from, a bit for each; all earlier ones where there is no tree [T]."""
+    found = ()
+    for t in gl.static_range(T):
+        above = gl.to_tensor((1 << t) - 1)
+        if parents is not None:
+            parent = parent_of(parents, t)
+            above = gl.to_tensor(0)
+            for s in gl.static_range(t):
+                above = gl.where(parent == s, found[s] | (1 << s), above)
+        found += (above,)
+    return found
+
+
+@gluon.jit
+def _pairs(b_q, b_k, factor, ancestors, o_t, TP: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+           FLAT: gl.constexpr):  # fmt: skip
+    """k and q [TP, .., K] with the decays from the start to their token, and shared A and B [s, t]."""
+    T: gl.constexpr = len(ancestors)
+    above = gl.zeros([TP], gl.int32, TOKENS)
+    for t in gl.static_range(T):
+        above = gl.where(o_t == t, ancestors[t], above)
+    KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, ROWS))
+    keys = gl.allocate_shared_memory(gl.float32, [TP * SIZE], FLAT, b_k.reshape([TP * SIZE]))
+    decays = gl.allocate_shared_memory(gl.float32, [TP * SIZE], FLAT, factor.reshape([TP * SIZE]))
+    k_products = gl.allocate_shared_memory(gl.float32, [TP * TP], FLAT)
+    q_products = gl.allocate_shared_memory(gl.float32, [TP * TP], FLAT)
+    block_barrier()
+    k_d = decayed(b_k, factor)
+    q_d = decayed(b_q, factor)
+    for s in gl.static_range(T - 2, -1, -1):
+        k_s = keys.slice(s * SIZE, SIZE).load(KEYS)[None, None, :]
+        d_s = decays.slice(s * SIZE, SIZE).load(KEYS)[None, None, :]
+        k_products.slice(s * TP, TP).store(_whole(k_d * k_s))
+        q_products.slice(s * TP, TP).store(_whole(q_d * k_s))
+        follows = ((above >> s) & 1 == 1)[:, None, None]
+        k_d = gl.where(follows, decayed(k_d, d_s), k_d)
+        q_d = gl.where(follows, decayed(q_d, d_s), q_d)
+    return q_d, k_d, q_products, k_products
+
+
+@gluon.jit
+def _in_parts(k, q, T: gl.constexpr):
+    """k and q [T, K] in float32 as the sum of three of bfloat16, [3, 16, K]: rows t and 8 + t."""
+    # Bank by bank for eight rows of 16 bytes.
+    parts = gl.allocate_shared_memory(gl.bfloat16, [3, 16, SIZE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    x = gl.join(k, q).permute([2, 0, 1]).reshape([2, 1, T, SIZE])
+    for i in gl.static_range(3):
+        part = x.to(gl.bfloat16)
+        parts.index(i).store(part.broadcast_to([2, 8 // T, T, SIZE]).reshape([16, SIZE]))
+        x -= part.to(gl.float32)
+    return parts
+
+
+@gluon.jit
 def contract(x, BV: gl.constexpr, HALVES: gl.constexpr, VALUES: gl.constexpr, V_FIRST: gl.constexpr):
     """Sum of a tile over its key channels."""
     AXIS: gl.constexpr = 1 if V_FIRST else 0
@@ -84,8 +147,8 @@ def contract(x, BV: gl.constexpr, HALVES: gl.constexpr, VALUES: gl.constexpr, V_
 
 
 @gluon.jit(
-    do_not_specialize=["scale", "lower_bound", "eps", "T", "C", "pad_slot_id", "slots"],
-    do_not_specialize_on_alignment=["indices", "committed"],
+    do_not_specialize=["scale", "lower_bound", "eps", "T", "C", "M", "pad_slot_id", "slots"],
+    do_not_specialize_on_alignment=["indices", "committed", "path", "parents"],
 )
 def recurrent_draft(
     q, k,  # [N, T, H, K]
@@ -100,6 +163,8 @@ def recurrent_draft(
     records,  # [N, T, HV, 2K + V]
     commit,  # [N, C, HV, 2K + V] or None: records that come first
     committed,  # [N], how many of them, or None
+    path,  # [N, M], which of them, or None: the first ones
+    parents,  # [N, T], tokens that the tokens continue from, or None: each from the one before it
     # around it, in a layer, or None: with them there is no q, k and v, and a program has a whole head. HV = H
     x,  # [N, T, 3 · H · 128], the last stride 1
     weight,  # [D, TAPS]
@@ -108,7 +173,7 @@ def recurrent_draft(
     inputs,  # [N, C, D] behind which the records are, the last stride 1; or None
     gate,  # [N, T, HV, V], the last stride 1, or None
     norm_weight,  # [V] or None
-    scale, lower_bound, eps, T, C,
+    scale, lower_bound, eps, T, C, M,
     # strides by sequence, token, head
     s_qn, s_qt, s_qh, s_kn, s_kt, s_kh, s_vn, s_vt, s_vh, s_gn, s_gt, s_gh, s_bn, s_bt, s_bh, s_on, s_ot, s_oh,
     s_rn, s_rt, s_rh, s_cn, s_ct, s_ch, s_committed: gl.int64, s_in, s_ih, s_index: gl.int64, pad_slot_id: gl.int64,
@@ -117,6 +182,7 @@ def recurrent_draft(
     GROUP: gl.constexpr,  # value heads a key head
     I_ROW: gl.constexpr,  # stride of a state's rows
     TP: gl.constexpr, CP: gl.constexpr,  # T and C, or more
+    CHUNK: gl.constexpr,  # T where the tokens are one chunk; 0: token by token
     STAGED: gl.constexpr,  # K first: states come by way of shared memory, in whole lines
     GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, V_FIRST: gl.constexpr,
     TAPS: gl.constexpr,  # of the convolution; 0: q, k and v are given
@@ -190,16 +256,21 @@ def recurrent_draft(
         value = gl.load(v + i_n * s_vn + i_h * s_vh + (o_t.to(gl.int64) * s_vt + o_column), mask=o_t < T, other=0.0)
     if commit is not None:
         # The lines of ``recurrent``. A count out of range is clamped.
-        count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), C).to(gl.int32)
+        most = C
+        if path is not None:
+            path += i_n * M
+            most = gl.minimum(M, CP) if C > 0 else 0
+        count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), most).to(gl.int32)
         o_c = gl.arange(0, CP, layout=TOKENS)
         p_u = commit + i_n * s_cn + i_h * s_ch
-        p_rows = p_u + (o_c.to(gl.int64)[:, None, None] * s_ct + o_k)
         m_c = (o_c < count)[:, None, None]
+        p_rows = p_u + (token_of(path, gl.where(o_c < count, o_c, 0), C)[:, None, None] * s_ct + o_k)
         earlier_k = gl.load(p_rows, mask=m_c, other=0.0)
         earlier_d = gl.load(p_rows + SIZE, mask=m_c, other=0.0)
         o_c = gl.arange(0, CP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
         p_u += 2 * SIZE
-        earlier_u = gl.load(p_u + (o_c.to(gl.int64) * s_ct + o_column), mask=o_c < count, other=0.0)
+        o_u = token_of(path, gl.where(o_c < count, o_c, 0), C) * s_ct
+        earlier_u = gl.load(p_u + (o_u + o_column), mask=o_c < count, other=0.0)
 
     if is_padding(i_state, pad_slot_id, slots):
         zeros = gl.full([TP, BV], 0.0, o.dtype.element_ty, COLUMNS)
@@ -221,13 +292,14 @@ def recurrent_draft(
                 window += (gl.where(behind < 0, b_old, b_new.to(b_old.dtype)),)
     p_state = initial_state + i_state * s_in + i_h * s_ih + (i_v.to(gl.int64) * I_ROW if V_FIRST else i_v)
     if STAGED:
-        # A warp reads DRAFT_COLUMNS of rows that must lie in different banks.
-        LAID: gl.constexpr = gl.SwizzledSharedLayout(DRAFT_COLUMNS, 1, W, [1, 0])
+        # A warp reads DRAFT_COLUMNS of rows that must lie in different banks; matrix units read 8 rows of 16 bytes.
+        LAID: gl.constexpr = gl.SwizzledSharedLayout(*((DRAFT_COLUMNS, 1, W) if WIDE else (8, 1, 8)), [1, 0])
         VECTOR: gl.constexpr = 4 if WIDE else 8
-        LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // BV, BV // VECTOR], [W, 1], [1, 0])
-        tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, [SIZE, BV], LAID)
-        o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
-        o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, LINES))[None, :]
+        ACROSS: gl.constexpr = SHAPE[1] // VECTOR
+        LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [W, 1], [1, 0])
+        tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, SHAPE, LAID)
+        o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
+        o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LINES))[None, :]
         copy_elements(tile, p_state + (o_row * I_ROW + o_column))
         async_copy.commit_group()
     o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
@@ -270,10 +342,18 @@ def recurrent_draft(
     strengths = gl.allocate_shared_memory(gl.float32, [TP], FLAT, write_strength(b_beta, SIGMOID, NEG_EIGVAL))
     if not TAPS:
         all_v = gl.allocate_shared_memory(gl.float32, [TP * BV], FLAT, value.to(gl.float32).reshape([TP * BV]))
-    all_k = keep(b_k, TP, PARTS, KEPT, V_FIRST)
-    factors = keep(factor, TP, PARTS, KEPT, V_FIRST)
-    all_k_d = keep(decayed(b_k, factor), TP, PARTS, KEPT, V_FIRST)
-    all_q_d = keep(decayed(b_q, factor), TP, PARTS, KEPT, V_FIRST)
+    if CHUNK:
+        if parents is not None:
+            parents += i_n * T
+        ancestors = _ancestors(parents, CHUNK)
+        o_t = gl.arange(0, TP, layout=TOKENS)
+        q_d, k_d, q_products, k_products = _pairs(b_q, b_k, factor, ancestors, o_t, TP, ROWS, TOKENS, FLAT)
+        parts = _in_parts(k_d.reshape([TP, SIZE]), q_d.reshape([TP, SIZE]), TP)
+    else:
+        all_k = keep(b_k, TP, PARTS, KEPT, V_FIRST)
+        factors = keep(factor, TP, PARTS, KEPT, V_FIRST)
+        all_k_d = keep(decayed(b_k, factor), TP, PARTS, KEPT, V_FIRST)
+        all_q_d = keep(decayed(b_q, factor), TP, PARTS, KEPT, V_FIRST)
     if commit is not None:
         all_earlier_k = keep(earlier_k, CP, PARTS, KEPT, V_FIRST)
         all_earlier_d = keep(earlier_d, CP, PARTS, KEPT, V_FIRST)
@@ -298,28 +378,66 @@ def recurrent_draft(
             written = gl.convert_layout(S.reshape(SHAPE), TILE)
             if not WIDE:
                 written = rounded(written)
-                S = gl.convert_layout(widen(written).reshape(PARTED), L)
+                tile.store(written)
+                block_barrier()
             gl.store(p_state, written)
 
-    for t in range(0, T):
-        if TAPS:
-            b_v = _row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, VALUES)
-        else:
-            b_v = _row(all_v, t, TP, BV, FLAT, VALUES)
-        b_r = _number(all_r_k, t, TP, FLAT, VALUES)
-        y_k = contract(S * kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
-        y_q = contract(S * kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
-        u = _number(strengths, t, TP, FLAT, VALUES) * (b_v - b_r * y_k)
-        b_o = _number(all_r_q, t, TP, FLAT, VALUES) * y_q + _number(all_qk, t, TP, FLAT, VALUES) * u
-        u *= b_r
-        gl.store(p_o, b_o.to(o.dtype.element_ty))
-        gl.store(p_u, u)
-        p_o += s_ot
-        p_u += s_rt
-        # The last state is nobody's.
-        if t + 1 < T:
-            S = decayed(S, kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST))
-            S = gl.fma(along_v(u, V_FIRST), kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST), S)
+    if CHUNK:
+        MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, W], instr_shape=[16, 8])
+        right = (tile.permute([1, 0]) if V_FIRST else tile).load(gl.DotOperandLayout(1, MMA, 2))
+        y = gl.zeros([16, BV], gl.float32, MMA)
+        for i in gl.static_range(3):
+            y = mma_v2(parts.index(2 - i).load(gl.DotOperandLayout(0, MMA, 2)), right, y)
+        PLAIN_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        products = gl.allocate_shared_memory(gl.float32, [16, BV], PLAIN_ROWS, y)
+        block_barrier()
+        COLUMN: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+        o_v = i_v + gl.arange(0, BV, layout=COLUMN)
+        p_o = o + i_n * s_on + i_h * s_oh + o_v
+        p_u = p_record + (2 * SIZE + o_v)
+        updates = ()
+        for t in gl.static_range(CHUNK):
+            if TAPS:
+                b_v = _row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, COLUMN)
+            else:
+                b_v = _row(all_v, t, TP, BV, FLAT, COLUMN)
+            y_k = _row(products, t, 16, BV, FLAT, COLUMN)
+            y_q = _row(products, 8 + t, 16, BV, FLAT, COLUMN)
+            for s in gl.static_range(t):
+                above = (ancestors[t] >> s) & 1 == 1
+                b_a = _number(k_products, s * TP + t, TP * TP, FLAT, COLUMN)
+                b_b = _number(q_products, s * TP + t, TP * TP, FLAT, COLUMN)
+                y_k = gl.where(above, gl.fma(b_a, updates[s], y_k), y_k)
+                y_q = gl.where(above, gl.fma(b_b, updates[s], y_q), y_q)
+            b_r = _number(all_r_k, t, TP, FLAT, COLUMN)
+            u = _number(strengths, t, TP, FLAT, COLUMN) * (b_v - b_r * y_k)
+            b_o = _number(all_r_q, t, TP, FLAT, COLUMN) * y_q + _number(all_qk, t, TP, FLAT, COLUMN) * u
+            u *= b_r
+            updates += (u,)
+            gl.store(p_o, b_o.to(o.dtype.element_ty))
+            gl.store(p_u, u)
+            p_o += s_ot
+            p_u += s_rt
+    else:
+        for t in range(0, T):
+            if TAPS:
+                b_v = _row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, VALUES)
+            else:
+                b_v = _row(all_v, t, TP, BV, FLAT, VALUES)
+            b_r = _number(all_r_k, t, TP, FLAT, VALUES)
+            y_k = contract(S * kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+            y_q = contract(S * kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+            u = _number(strengths, t, TP, FLAT, VALUES) * (b_v - b_r * y_k)
+            b_o = _number(all_r_q, t, TP, FLAT, VALUES) * y_q + _number(all_qk, t, TP, FLAT, VALUES) * u
+            u *= b_r
+            gl.store(p_o, b_o.to(o.dtype.element_ty))
+            gl.store(p_u, u)
+            p_o += s_ot
+            p_u += s_rt
+            # The last state is nobody's.
+            if t + 1 < T:
+                S = decayed(S, kept(factors, t, TP, PARTS, KEPT, KEYS, V_FIRST))
+                S = gl.fma(along_v(u, V_FIRST), kept(all_k, t, TP, PARTS, KEPT, KEYS, V_FIRST), S)
 
     if gate is not None:
         # Rows that this program has just written.

@@ -144,16 +144,21 @@ def recurrent_config(
     return replace(config, block_v=min(block_v, power_of_two(V)))
 
 
+def draft_chunk(T: int, dtype: torch.dtype) -> int:
+    """Tokens of a draft that are one chunk; 0: they run token by token, with the bits of steps."""
+    return T if dtype.itemsize == 2 else 0
+
+
 def draft_config(r: Request) -> DraftConfig:
     """Configuration of ``recurrent_draft``, measured on an H200 at H = 32, N = 1 to 128; no bit of a result shows it.
 
     float32 states and the rows of 8 tokens and 8 records leave room for three programs in shared memory rather than
-    four. The fifth program needs many states to have work; V first, and in float32, its registers would spill.
+    four.
     """
     half = r.state_dtype.itemsize == 2
     tokens = r.T if r.commit is None else max(r.T, r.commit.shape[1])
-    staged = not r.state_v_first and (half or tokens <= 4)
-    return DraftConfig(96 if staged and half and r.N * r.HV > 512 else 128, staged)
+    staged = half or (not r.state_v_first and tokens <= 4)
+    return DraftConfig(128, staged)
 
 
 def _rows_aligned(x: View) -> bool:
@@ -204,7 +209,10 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
 
 
 def draft_serves(r: Request, chip: Chip) -> bool:
-    """Whether ``recurrent_draft`` takes a call; its results are the bits of ``recurrent``."""
+    """Whether ``recurrent_draft`` takes a call; from float32 states its results are the bits of ``recurrent``.
+
+    From bfloat16 states tokens are one chunk (``draft_chunk``), and trees are drafts like others.
+    """
     state = r.initial_state
     return (
         r.records is not None
@@ -214,8 +222,7 @@ def draft_serves(r: Request, chip: Chip) -> bool:
         and state.dtype in (torch.float32, torch.bfloat16)
         and r.T <= DRAFT_TOKENS
         and (r.commit is None or r.commit.shape[1] <= DRAFT_TOKENS)
-        and r.commit_path is None
-        and r.parents is None
+        and (draft_chunk(r.T, state.dtype) > 0 or (r.commit_path is None and r.parents is None))
         and r.ssm_state_indices is not None
         and _dense_on_hopper(r, chip)
     )
@@ -249,7 +256,7 @@ def choose_layer_step(r: DecodeStepRequest, chip: Chip) -> DraftConfig | None:
         return None
     if half and not r.state_v_first and N * HV > MOST_LAYER_DRAFTS:
         return None
-    return DraftConfig(128, not r.state_v_first)
+    return DraftConfig(128, half or not r.state_v_first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from kda_core.request import DecodeStepRequest
 from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows
 from kda_core.triton_lib.frame import gate_parameters
 from kda_core.triton_lib.plan import Builder, Copy, Plan, input_layouts
-from kda_core_nvidia.choose.recurrent import DraftConfig, power_of_two
+from kda_core_nvidia.choose.recurrent import DraftConfig, draft_chunk, power_of_two
 from kda_core_nvidia.layer_step import layer_step
 from kda_core_nvidia.recurrent_draft import DRAFT_COLUMNS, SIZE, recurrent_draft
 
@@ -51,7 +51,8 @@ def _draft(b: Builder, r: DecodeStepRequest) -> dict[str, Any]:
     """Further arguments of a draft."""
     given = ("s_qn", "s_qt", "s_qh", "s_kn", "s_kt", "s_kh", "s_vn", "s_vt", "s_vh", "s_xi", "s_ti", "s_committed")
     found: dict[str, Any] = dict.fromkeys(("q", "k", "v", "inputs")) | dict.fromkeys(given, 0)
-    found |= {
+    found |= dict.fromkeys(("path", "parents")) | {
+        "M": 0, "CHUNK": draft_chunk(r.x.shape[1], r.state.dtype),
         "initial_state": r.state, "records": r.records, "commit": r.commit, "committed": r.num_committed,
         "T": r.x.shape[1], "C": 0, "TP": power_of_two(r.x.shape[1]), "CP": 0, "HV": r.g.shape[2], "GROUP": 1,
     }  # fmt: skip
