@@ -271,8 +271,8 @@ def fused_recurrent_kda(
         parents: [N, T] int32 or int64, T <= 64, beside ``records`` and without ``cu_seqlens``: the draft is a tree.
             Token t continues from the state after token ``parents[n, t] < t``, or from the sequence's state before the
             call where that is negative; t - 1 everywhere is a plain draft. A token has the bits that it has in a
-            plain draft of its ancestors. A number from t on: ValueError on the CPU and under ``KDA_CHECK=1``; t - 1 on
-            other devices.
+            plain draft of its ancestors (from 16-bit states: if neither has more than 8 tokens). A number from t on:
+            ValueError on the CPU and under ``KDA_CHECK=1``; t - 1 on other devices.
         commit_path: [N, M], as ``path`` of ``commit_kda``, beside ``commit``.
 
     Returns:
@@ -333,9 +333,9 @@ def commit_kda(
     """Advance states of a pool by the accepted tokens of drafts, in one read and one write of each state.
 
     ``S <- D * S + k u^T`` for the first ``num_accepted[n]`` tokens of sequence n (of its path, if the draft was a
-    tree), from the records that ``fused_recurrent_kda`` wrote. The state has the bits that the call with a slot for
-    every token would have left in the slot of the last accepted one, on the same backend. Not differentiable; nothing
-    waits for the device.
+    tree), from the records that ``fused_recurrent_kda`` wrote. A float32 state has the bits that the call with a slot
+    for every token would have left in the slot of the last accepted one, on the same backend; a 16-bit one may be
+    rounded otherwise. Not differentiable; nothing waits for the device.
 
     Args:
         pool: [slots, HV, K, V], as ``initial_state`` of the call that wrote the records.

@@ -73,9 +73,11 @@ def test_every_configuration_of_decoding_is_compiled():
             assert (dtype, v_first, c.block_v, share, c.eviction, c.num_warps) in compiled, f"{dtype}, {v_first}, {c}"
     steps = {(x.arguments["maxnreg"], x.arguments["PARTS"]) for x in TOOL.shipped("90", "recurrent_step recurrent")}
     assert steps == {(c.registers, c.parts) for _, c in STEP_CONFIGS}
-    names = ("V_FIRST", "maxnreg", "STAGED")
+    names = ("V_FIRST", "STAGED", "TURNS")
     drafts = {tuple(x.arguments[n] for n in names) for x in TOOL.shipped("90", "recurrent_draft")}
-    assert drafts == {(False, 128, True), (False, 96, True), (False, 128, False), (True, 128, False)}
+    from_float32 = {(False, True, 1), (False, False, 1), (True, False, 1)}
+    assert drafts == from_float32 | {(v_first, True, turns) for v_first in (False, True) for turns in (1, 2)}
+    names = ("V_FIRST", "maxnreg", "STAGED")
     steps = {tuple(x.arguments[n] for n in names) for x in TOOL.shipped("90", "layer_step")}
     assert steps == {(False, 80, True), (True, 80, True), (True, 128, False)}
 

@@ -1,4 +1,4 @@
-"""``recurrent_draft`` gives what ``recurrent`` gives, bit for bit; needs an sm_90 GPU."""
+"""``recurrent_draft`` gives what ``recurrent`` gives, from float32 states bit for bit; needs an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def both(call: dict, takes: bool = True) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def same(call: dict, takes: bool = True) -> list[Tensor]:
-    """What a draft gives: the bits of ``recurrent``, or, from 16-bit states, its numbers but for rounding."""
+    """Compare with ``recurrent``: the bits, or from 16-bit states the numbers but for rounding; what the draft gives."""
     plain, drafted = both(call, takes)
     exact = call["initial_state"].dtype == torch.float32 or not takes
     for a, b in zip(plain, drafted, strict=True):

@@ -150,15 +150,16 @@ def drafts() -> Call:
     return case.call().in_pool(slots, case.N * case.T + 1, torch.arange(case.N) % case.T + 1)
 
 
-def recorded() -> Call:
+def recorded(state: torch.dtype = FP32) -> Call:
     """Drafts with records."""
-    case = Case(name="records", B=3, T=4, gate="lower bound", final_state=False, **STEP)
+    case = Case(name="records", B=3, T=4, gate="lower bound", final_state=False, **(STEP | {"state": state}))
     return case.call().in_pool(torch.tensor([4, 0, 2], dtype=torch.int32), 6).recorded()
 
 
-def tree() -> Call:
+def tree(state: torch.dtype = FP32) -> Call:
     """Drafts with records that are trees."""
-    return recorded().having(parents=torch.tensor([[-1, 0, 0, 1], [-1, -1, 0, 1], [-1, 0, 1, -1]], dtype=torch.int32))
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, -1, 0, 1], [-1, 0, 1, -1]], dtype=torch.int32)
+    return recorded(state).having(parents=parents)
 
 
 def commit(records: torch.Tensor) -> CommitRequest:
@@ -215,7 +216,7 @@ def test_the_oracle_takes_what_servers_ask(case: Case):
 
 def test_the_core_takes_what_drafts_ask():
     """Without a GPU, too: the arguments of drafts that leave records."""
-    for call in (recorded(), tree()):
+    for call in (recorded(), tree(BF16)):
         o, _ = call(call.tensors, "reference")
         assert o.isfinite().all()
 
@@ -228,8 +229,11 @@ def test_drafts(subject: Subject):
 @on_gpu
 def test_records(subject: Subject):
     """Slot 3 alone is written; values are compared by the kit."""
-    subject.check(recorded())
-    subject.check(tree())
+    for state in (FP32, BF16):
+        subject.check(recorded(state))
+        subject.check(tree(state))
+        earlier = torch.ones(3, 4, 4, 3 * 128)
+        subject.check(tree(state).having(commit=earlier, num_committed=torch.tensor([9, 0, 4], dtype=torch.int32)))
     for made in (commit, commit_of_a_path):
         r = made(torch.ones(3, 4, 4, 3 * 128))
         r = replace(r, **{n: x.cuda() for n, x in vars(r).items() if isinstance(x, torch.Tensor)})

@@ -1,18 +1,14 @@
-"""``recurrent`` for drafts that leave records, written in Gluon: the same sums. K = V = 128.
+"""``recurrent`` for drafts that leave records, written in Gluon. K = V = 128.
 
 All that a token needs without its state is computed once a program, a warp for each token, while the state
 comes from memory, and lies in shared memory when the tokens are computed: their loop has no barrier, waits for no load,
 and warps share no sum. Records that are committed first lie beside it.
 
-Threads take every sum in the order in which those of ``recurrent`` take it: not a bit of a result shows which of the
-two kernels it came from. Float32 states stored K first lie in two warps there, which are added last.
+From float32 states, threads take every sum in the order in which those of ``recurrent`` take it: not a bit of a result
+shows which of the two kernels it came from. States stored K first lie in two warps there, which are added last.
 
-From bfloat16 states, the tokens are one chunk: with D the decays from the start to a token and S the committed state,
-
-    u_t = β (v_t − r_k (Sᵀ(D k_t) + Σ A_ts u_s))      o_t = r_q (Sᵀ(D q_t) + Σ B_ts u_s) + (q_t · k_t) u_t
-
-where A and B are products of k_t and q_t, decayed, with k_s of the tokens that t continues from. No token waits for the
-state behind another. Other tokens than its ancestors leave no trace in a token's bits, so that trees may be drafts.
+From bfloat16 states, the tokens are one chunk on matrix units (``draft_chunk``), and may be a tree. The committed state
+lies in shared memory as it is stored. Where there are many states, a program's second half of a head loads meanwhile.
 
 In a decoding step of a layer (``TAPS``) a program has a whole head. It convolves the head's channels of q, k and v, and
 norms the rows of o that it has written.
@@ -23,11 +19,12 @@ Grid: (N · HV · V / value channels of a program), value blocks fastest, then h
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kda_core.triton_lib.commit_kernels import parent_of, token_of
+from kda_core.triton_lib.commit_kernels import token_of
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, mma_v2, seen_as
+from kda_core_nvidia.draft_chunk import ancestors_of_tokens, in_parts, pairs, products_of, row, store_products, whole
+from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, seen_as
 from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
 from kda_core_nvidia.recurrent import along_v
 from kda_core_nvidia.recurrent_step import SIZE, widen
@@ -35,12 +32,6 @@ from kda_core_nvidia.transitions_hopper import rounded
 
 DRAFT_COLUMNS = gl.constexpr(16)
 """Value channels of a warp: half of what a warp of ``recurrent`` holds K first, so that twice as many run."""
-
-
-@gluon.jit
-def _whole(x):
-    """Sums of rows [T, parts, K / parts]."""
-    return gl.sum(gl.sum(x, 2), 1)
 
 
 @gluon.jit
@@ -67,73 +58,12 @@ def _number(buffer, t, T: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr
 
 
 @gluon.jit
-def _row(buffer, i, ROWS: gl.constexpr, BV: gl.constexpr, FLAT: gl.constexpr, VALUES: gl.constexpr):
-    """A row of value channels."""
-    return seen_as(buffer, gl.float32, [ROWS, BV], FLAT).index(i).load(VALUES)
-
-
-@gluon.jit
 def _part(buffer, i, T: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr):
     """One of four parts of rows of convolutions, [T, HALVES, K / HALVES]."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     WHOLE: gl.constexpr = gl.BlockedLayout([1, 4 // HALVES], [1, 32], [gl.num_warps(), 1], [1, 0])
     x = seen_as(buffer, gl.float32, [T, 4 * SIZE], PLAIN).slice(i * SIZE, SIZE, dim=1).load(WHOLE)
     return gl.convert_layout(x.reshape([T, HALVES, SIZE // HALVES]), ROWS)
-
-
-@gluon.jit
-def _ancestors(parents, T: gl.constexpr):
-    """The tokens that each of T continues from, a bit for each; all earlier ones where there is no tree [T]."""
-    found = ()
-    for t in gl.static_range(T):
-        above = gl.to_tensor((1 << t) - 1)
-        if parents is not None:
-            parent = parent_of(parents, t)
-            above = gl.to_tensor(0)
-            for s in gl.static_range(t):
-                above = gl.where(parent == s, found[s] | (1 << s), above)
-        found += (above,)
-    return found
-
-
-@gluon.jit
-def _pairs(b_q, b_k, factor, ancestors, o_t, TP: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-           FLAT: gl.constexpr):  # fmt: skip
-    """k and q [TP, .., K] with the decays from the start to their token, and shared A and B [s, t]."""
-    T: gl.constexpr = len(ancestors)
-    above = gl.zeros([TP], gl.int32, TOKENS)
-    for t in gl.static_range(T):
-        above = gl.where(o_t == t, ancestors[t], above)
-    KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, ROWS))
-    keys = gl.allocate_shared_memory(gl.float32, [TP * SIZE], FLAT, b_k.reshape([TP * SIZE]))
-    decays = gl.allocate_shared_memory(gl.float32, [TP * SIZE], FLAT, factor.reshape([TP * SIZE]))
-    k_products = gl.allocate_shared_memory(gl.float32, [TP * TP], FLAT)
-    q_products = gl.allocate_shared_memory(gl.float32, [TP * TP], FLAT)
-    block_barrier()
-    k_d = decayed(b_k, factor)
-    q_d = decayed(b_q, factor)
-    for s in gl.static_range(T - 2, -1, -1):
-        k_s = keys.slice(s * SIZE, SIZE).load(KEYS)[None, None, :]
-        d_s = decays.slice(s * SIZE, SIZE).load(KEYS)[None, None, :]
-        k_products.slice(s * TP, TP).store(_whole(k_d * k_s))
-        q_products.slice(s * TP, TP).store(_whole(q_d * k_s))
-        follows = ((above >> s) & 1 == 1)[:, None, None]
-        k_d = gl.where(follows, decayed(k_d, d_s), k_d)
-        q_d = gl.where(follows, decayed(q_d, d_s), q_d)
-    return q_d, k_d, q_products, k_products
-
-
-@gluon.jit
-def _in_parts(k, q, T: gl.constexpr):
-    """k and q [T, K] in float32 as the sum of three of bfloat16, [3, 16, K]: rows t and 8 + t."""
-    # Bank by bank for eight rows of 16 bytes.
-    parts = gl.allocate_shared_memory(gl.bfloat16, [3, 16, SIZE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    x = gl.join(k, q).permute([2, 0, 1]).reshape([2, 1, T, SIZE])
-    for i in gl.static_range(3):
-        part = x.to(gl.bfloat16)
-        parts.index(i).store(part.broadcast_to([2, 8 // T, T, SIZE]).reshape([16, SIZE]))
-        x -= part.to(gl.float32)
-    return parts
 
 
 @gluon.jit
@@ -181,15 +111,17 @@ def recurrent_draft(
     HV: gl.constexpr,
     GROUP: gl.constexpr,  # value heads a key head
     I_ROW: gl.constexpr,  # stride of a state's rows
-    TP: gl.constexpr, CP: gl.constexpr,  # T and C, or more
+    TP: gl.constexpr, CP: gl.constexpr,  # T, and C and M, or more
     CHUNK: gl.constexpr,  # T where the tokens are one chunk; 0: token by token
-    STAGED: gl.constexpr,  # K first: states come by way of shared memory, in whole lines
+    TURNS: gl.constexpr,  # with CHUNK: blocks of value channels, one after the other; else 1
+    STAGED: gl.constexpr,  # states come by way of shared memory, in whole lines; with CHUNK always
     GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, V_FIRST: gl.constexpr,
     TAPS: gl.constexpr,  # of the convolution; 0: q, k and v are given
 ):  # fmt: skip
     W: gl.constexpr = gl.num_warps()
     BV: gl.constexpr = DRAFT_COLUMNS * W
-    BLOCKS: gl.constexpr = SIZE // BV
+    OWN_V: gl.constexpr = TURNS * BV
+    BLOCKS: gl.constexpr = SIZE // OWN_V
     WIDE: gl.constexpr = initial_state.dtype.element_ty == gl.float32
     HALVES: gl.constexpr = 2 if WIDE and not V_FIRST else 1
     # A tile as it lies in memory, and with its key channels in PARTS.
@@ -220,7 +152,7 @@ def recurrent_draft(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     COLUMNS: gl.constexpr = gl.BlockedLayout([1, BV // 32], [1, 32], [W, 1], [1, 0])
     pid = gl.program_id(0)
-    i_v = pid % BLOCKS * BV
+    i_v = pid % BLOCKS * OWN_V
     i_h = (pid // BLOCKS % HV).to(gl.int64)
     i_n = (pid // (BLOCKS * HV)).to(gl.int64)
     i_state = gl.load(indices + i_n * s_index).to(gl.int64)
@@ -249,8 +181,7 @@ def recurrent_draft(
     dt = 0.0
     if dt_bias is not None:
         dt = gl.load(dt_bias + i_h * SIZE + o_k).to(gl.float32)
-    o_v = gl.arange(0, BV, layout=VALUES)
-    o_column = i_v + gl.arange(0, BV, layout=gl.SliceLayout(0, COLUMNS))[None, :]
+    o_column = i_v + gl.arange(0, OWN_V, layout=gl.SliceLayout(0, COLUMNS))[None, :]
     o_t = gl.arange(0, TP, layout=gl.SliceLayout(1, COLUMNS))[:, None]
     if not TAPS:
         value = gl.load(v + i_n * s_vn + i_h * s_vh + (o_t.to(gl.int64) * s_vt + o_column), mask=o_t < T, other=0.0)
@@ -259,7 +190,7 @@ def recurrent_draft(
         most = C
         if path is not None:
             path += i_n * M
-            most = gl.minimum(M, CP) if C > 0 else 0
+            most = gl.where(C > 0, M, 0)
         count = gl.minimum(gl.maximum(gl.load(committed + i_n * s_committed), 0), most).to(gl.int32)
         o_c = gl.arange(0, CP, layout=TOKENS)
         p_u = commit + i_n * s_cn + i_h * s_ch
@@ -273,7 +204,7 @@ def recurrent_draft(
         earlier_u = gl.load(p_u + (o_u + o_column), mask=o_c < count, other=0.0)
 
     if is_padding(i_state, pad_slot_id, slots):
-        zeros = gl.full([TP, BV], 0.0, o.dtype.element_ty, COLUMNS)
+        zeros = gl.full([TP, OWN_V], 0.0, o.dtype.element_ty, COLUMNS)
         gl.store(o + i_n * s_on + i_h * s_oh + (o_t.to(gl.int64) * s_ot + o_column), zeros, mask=o_t < T)
         return
     if TAPS:
@@ -297,11 +228,13 @@ def recurrent_draft(
         VECTOR: gl.constexpr = 4 if WIDE else 8
         ACROSS: gl.constexpr = SHAPE[1] // VECTOR
         LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [W, 1], [1, 0])
-        tile = gl.allocate_shared_memory(initial_state.dtype.element_ty, SHAPE, LAID)
+        tiles = gl.allocate_shared_memory(initial_state.dtype.element_ty, [TURNS, SHAPE[0], SHAPE[1]], LAID)
         o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
         o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LINES))[None, :]
-        copy_elements(tile, p_state + (o_row * I_ROW + o_column))
-        async_copy.commit_group()
+        p_lines = p_state + (o_row * I_ROW + o_column)
+        for turn in gl.static_range(TURNS):
+            copy_elements(tiles.index(turn), p_lines + turn * (BV * I_ROW if V_FIRST else BV))
+            async_copy.commit_group()
     o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
     o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, TILE))[None, :]
     p_state += o_row * I_ROW + o_column
@@ -327,9 +260,9 @@ def recurrent_draft(
     r_q = gl.full([TP], 1.0, gl.float32, TOKENS) * scale
     r_k = gl.full([TP], 1.0, gl.float32, TOKENS)
     if L2NORM:
-        r_q *= gl.rsqrt(_whole(b_q * b_q) + NORM_EPS)
-        r_k *= gl.rsqrt(_whole(b_k * b_k) + NORM_EPS)
-    qk = _whole(b_q * b_k) * (r_q * r_k)
+        r_q *= gl.rsqrt(whole(b_q * b_q) + NORM_EPS)
+        r_k *= gl.rsqrt(whole(b_k * b_k) + NORM_EPS)
+    qk = whole(b_q * b_k) * (r_q * r_k)
     factor = decay_factor(y)
     p_record = records + i_n * s_rn + i_h * s_rh
     p_rows = p_record + (rows * s_rt + o_k)
@@ -341,14 +274,14 @@ def recurrent_draft(
     all_qk = gl.allocate_shared_memory(gl.float32, [TP], FLAT, qk)
     strengths = gl.allocate_shared_memory(gl.float32, [TP], FLAT, write_strength(b_beta, SIGMOID, NEG_EIGVAL))
     if not TAPS:
-        all_v = gl.allocate_shared_memory(gl.float32, [TP * BV], FLAT, value.to(gl.float32).reshape([TP * BV]))
+        all_v = gl.allocate_shared_memory(gl.float32, [TP * OWN_V], FLAT, value.to(gl.float32).reshape([TP * OWN_V]))
     if CHUNK:
         if parents is not None:
             parents += i_n * T
-        ancestors = _ancestors(parents, CHUNK)
+        ancestors = ancestors_of_tokens(parents, CHUNK)
         o_t = gl.arange(0, TP, layout=TOKENS)
-        q_d, k_d, q_products, k_products = _pairs(b_q, b_k, factor, ancestors, o_t, TP, ROWS, TOKENS, FLAT)
-        parts = _in_parts(k_d.reshape([TP, SIZE]), q_d.reshape([TP, SIZE]), TP)
+        q_d, k_d, q_products, k_products = pairs(b_q, b_k, factor, ancestors, o_t, TP, ROWS, TOKENS, FLAT)
+        parts = in_parts(k_d.reshape([TP, SIZE]), q_d.reshape([TP, SIZE]), TP)
     else:
         all_k = keep(b_k, TP, PARTS, KEPT, V_FIRST)
         factors = keep(factor, TP, PARTS, KEPT, V_FIRST)
@@ -357,73 +290,75 @@ def recurrent_draft(
     if commit is not None:
         all_earlier_k = keep(earlier_k, CP, PARTS, KEPT, V_FIRST)
         all_earlier_d = keep(earlier_d, CP, PARTS, KEPT, V_FIRST)
-        all_u = gl.allocate_shared_memory(gl.float32, [CP * BV], FLAT, earlier_u.reshape([CP * BV]))
+        all_u = gl.allocate_shared_memory(gl.float32, [CP * OWN_V], FLAT, earlier_u.reshape([CP * OWN_V]))
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    OWN_COLUMN: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0]) if CHUNK else VALUES
+    p_o = o + i_n * s_on + i_h * s_oh + (i_v + gl.arange(0, BV, layout=OWN_COLUMN))
+    p_u = p_record + (2 * SIZE + i_v + gl.arange(0, BV, layout=OWN_COLUMN))
     if STAGED:
-        async_copy.wait_group(0)
+        async_copy.wait_group(TURNS - 1)
     block_barrier()
-
-    p_o = o + i_n * s_on + i_h * s_oh + (i_v + o_v)
-    p_u = p_record + (2 * SIZE + i_v + o_v)
-    if STAGED:
-        S = tile.load(TILE)
-    if not WIDE:
-        S = widen(S)
-    S = gl.convert_layout(S.reshape(PARTED), L)
-    if commit is not None:
-        for m in range(0, count):
-            b_u = _row(all_u, m, CP, BV, FLAT, VALUES)
-            S = decayed(S, kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
-            S = gl.fma(along_v(b_u, V_FIRST), kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
-        if count > 0:
-            written = gl.convert_layout(S.reshape(SHAPE), TILE)
-            if not WIDE:
-                written = rounded(written)
-                tile.store(written)
-                block_barrier()
-            gl.store(p_state, written)
-
     if CHUNK:
-        MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, W], instr_shape=[16, 8])
-        right = (tile.permute([1, 0]) if V_FIRST else tile).load(gl.DotOperandLayout(1, MMA, 2))
-        y = gl.zeros([16, BV], gl.float32, MMA)
-        for i in gl.static_range(3):
-            y = mma_v2(parts.index(2 - i).load(gl.DotOperandLayout(0, MMA, 2)), right, y)
-        PLAIN_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        products = gl.allocate_shared_memory(gl.float32, [16, BV], PLAIN_ROWS, y)
-        block_barrier()
-        COLUMN: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-        o_v = i_v + gl.arange(0, BV, layout=COLUMN)
-        p_o = o + i_n * s_on + i_h * s_oh + o_v
-        p_u = p_record + (2 * SIZE + o_v)
-        updates = ()
-        for t in gl.static_range(CHUNK):
-            if TAPS:
-                b_v = _row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, COLUMN)
-            else:
-                b_v = _row(all_v, t, TP, BV, FLAT, COLUMN)
-            y_k = _row(products, t, 16, BV, FLAT, COLUMN)
-            y_q = _row(products, 8 + t, 16, BV, FLAT, COLUMN)
-            for s in gl.static_range(t):
-                above = (ancestors[t] >> s) & 1 == 1
-                b_a = _number(k_products, s * TP + t, TP * TP, FLAT, COLUMN)
-                b_b = _number(q_products, s * TP + t, TP * TP, FLAT, COLUMN)
-                y_k = gl.where(above, gl.fma(b_a, updates[s], y_k), y_k)
-                y_q = gl.where(above, gl.fma(b_b, updates[s], y_q), y_q)
-            b_r = _number(all_r_k, t, TP, FLAT, COLUMN)
-            u = _number(strengths, t, TP, FLAT, COLUMN) * (b_v - b_r * y_k)
-            b_o = _number(all_r_q, t, TP, FLAT, COLUMN) * y_q + _number(all_qk, t, TP, FLAT, COLUMN) * u
-            u *= b_r
-            updates += (u,)
-            gl.store(p_o, b_o.to(o.dtype.element_ty))
-            gl.store(p_u, u)
-            p_o += s_ot
-            p_u += s_rt
+        products = gl.allocate_shared_memory(gl.float32, [16, BV], SUMS)
+        for turn in gl.static_range(TURNS):
+            if turn > 0:
+                # The products of the turn before have been read as well.
+                async_copy.wait_group(TURNS - 1 - turn)
+                block_barrier()
+            tile = tiles.index(turn)
+            if commit is not None:  # noqa: SIM102 (known when the kernel is compiled)
+                if count > 0:
+                    S = gl.convert_layout(widen(tile.load(TILE)).reshape(PARTED), L)
+                    for m in range(0, count):
+                        b_u = row(all_u, m * TURNS + turn, CP * TURNS, BV, FLAT, VALUES)
+                        S = decayed(S, kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
+                        S = gl.fma(along_v(b_u, V_FIRST), kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
+                    written = rounded(gl.convert_layout(S.reshape(SHAPE), TILE))
+                    tile.store(written)
+                    if V_FIRST:
+                        gl.store(p_state + turn * (BV * I_ROW), written)
+                    block_barrier()
+                    if not V_FIRST:
+                        # A warp has a part of every line.
+                        gl.store(p_lines + turn * BV, tile.load(LINES))
+            store_products(products, parts, tile.permute([1, 0]) if V_FIRST else tile, TP)
+            block_barrier()
+            updates = ()
+            for t in gl.static_range(CHUNK):
+                if TAPS:
+                    b_v = row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, OWN_COLUMN)
+                else:
+                    b_v = row(all_v, t * TURNS + turn, TP * TURNS, BV, FLAT, OWN_COLUMN)
+                y_k, y_q = products_of(products, t, TP, BV, FLAT, OWN_COLUMN)
+                for s in gl.static_range(t):
+                    above = (ancestors[t] >> s) & 1 == 1
+                    b_a = _number(k_products, s * TP + t, TP * TP, FLAT, OWN_COLUMN)
+                    b_b = _number(q_products, s * TP + t, TP * TP, FLAT, OWN_COLUMN)
+                    y_k = gl.where(above, gl.fma(b_a, updates[s], y_k), y_k)
+                    y_q = gl.where(above, gl.fma(b_b, updates[s], y_q), y_q)
+                b_r = _number(all_r_k, t, TP, FLAT, OWN_COLUMN)
+                u = _number(strengths, t, TP, FLAT, OWN_COLUMN) * (b_v - b_r * y_k)
+                b_o = _number(all_r_q, t, TP, FLAT, OWN_COLUMN) * y_q + _number(all_qk, t, TP, FLAT, OWN_COLUMN) * u
+                u *= b_r
+                updates += (u,)
+                gl.store(p_o + (t * s_ot + turn * BV), b_o.to(o.dtype.element_ty))
+                gl.store(p_u + (t * s_rt + turn * BV), u)
     else:
+        if STAGED:
+            S = tiles.index(0).load(TILE)
+        S = gl.convert_layout(S.reshape(PARTED), L)
+        if commit is not None:
+            for m in range(0, count):
+                b_u = row(all_u, m, CP, BV, FLAT, VALUES)
+                S = decayed(S, kept(all_earlier_d, m, CP, PARTS, KEPT, KEYS, V_FIRST))
+                S = gl.fma(along_v(b_u, V_FIRST), kept(all_earlier_k, m, CP, PARTS, KEPT, KEYS, V_FIRST), S)
+            if count > 0:
+                gl.store(p_state, gl.convert_layout(S.reshape(SHAPE), TILE))
         for t in range(0, T):
             if TAPS:
-                b_v = _row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, VALUES)
+                b_v = row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, VALUES)
             else:
-                b_v = _row(all_v, t, TP, BV, FLAT, VALUES)
+                b_v = row(all_v, t, TP, BV, FLAT, VALUES)
             b_r = _number(all_r_k, t, TP, FLAT, VALUES)
             y_k = contract(S * kept(all_k_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
             y_q = contract(S * kept(all_q_d, t, TP, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)

@@ -86,17 +86,23 @@ DRAFT_TOKENS = 8
 """Tokens of a draft, and of one that is committed, that ``recurrent_draft`` takes at most."""
 
 
+MANY_DRAFTS = 512
+"""States N · HV in bfloat16 from which a program has a whole head, whose second half loads during the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
     """Launch configuration of ``recurrent_draft`` and ``layer_step``.
 
     Attributes:
-        registers: most of a thread: four programs run on a multiprocessor with 128, five with 96.
+        registers: most of a thread: four programs run on a multiprocessor with 128.
         staged: states come by way of shared memory, in whole lines, of which a warp reads a half or less.
+        turns: blocks of value channels of a program, one after the other.
     """
 
     registers: int
     staged: bool
+    turns: int = 1
 
 
 MOST_LAYER_DRAFTS = 1024
@@ -158,7 +164,7 @@ def draft_config(r: Request) -> DraftConfig:
     half = r.state_dtype.itemsize == 2
     tokens = r.T if r.commit is None else max(r.T, r.commit.shape[1])
     staged = half or (not r.state_v_first and tokens <= 4)
-    return DraftConfig(128, staged)
+    return DraftConfig(128, staged, 2 if half and r.N * r.HV >= MANY_DRAFTS else 1)
 
 
 def _rows_aligned(x: View) -> bool:
@@ -223,6 +229,7 @@ def draft_serves(r: Request, chip: Chip) -> bool:
         and r.T <= DRAFT_TOKENS
         and (r.commit is None or r.commit.shape[1] <= DRAFT_TOKENS)
         and (draft_chunk(r.T, state.dtype) > 0 or (r.commit_path is None and r.parents is None))
+        and (r.commit_path is None or r.commit_path.shape[1] <= DRAFT_TOKENS)
         and r.ssm_state_indices is not None
         and _dense_on_hopper(r, chip)
     )

@@ -52,7 +52,7 @@ def _draft(b: Builder, r: DecodeStepRequest) -> dict[str, Any]:
     given = ("s_qn", "s_qt", "s_qh", "s_kn", "s_kt", "s_kh", "s_vn", "s_vt", "s_vh", "s_xi", "s_ti", "s_committed")
     found: dict[str, Any] = dict.fromkeys(("q", "k", "v", "inputs")) | dict.fromkeys(given, 0)
     found |= dict.fromkeys(("path", "parents")) | {
-        "M": 0, "CHUNK": draft_chunk(r.x.shape[1], r.state.dtype),
+        "M": 0, "CHUNK": draft_chunk(r.x.shape[1], r.state.dtype), "TURNS": 1,
         "initial_state": r.state, "records": r.records, "commit": r.commit, "committed": r.num_committed,
         "T": r.x.shape[1], "C": 0, "TP": power_of_two(r.x.shape[1]), "CP": 0, "HV": r.g.shape[2], "GROUP": 1,
     }  # fmt: skip

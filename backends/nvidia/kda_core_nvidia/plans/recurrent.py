@@ -23,7 +23,14 @@ from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.frame import names, outputs, readable
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.recurrent import DraftConfig, Prompts, RecurrentConfig, StepConfig, draft_chunk, power_of_two
+from kda_core_nvidia.choose.recurrent import (
+    DraftConfig,
+    Prompts,
+    RecurrentConfig,
+    StepConfig,
+    draft_chunk,
+    power_of_two,
+)
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -97,13 +104,14 @@ def _add_step(b: Builder, r: Request, config: StepConfig, named: dict[str, Any])
 
 
 def _add_draft(b: Builder, r: Request, config: DraftConfig, named: dict[str, Any]) -> None:
+    records = _records(b, r)
     own = {
-        **_records(b, r), "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T),
-        "CP": 0 if r.commit is None else power_of_two(max(1, r.commit.shape[1])), "STAGED": config.staged,
-        "CHUNK": draft_chunk(r.T, r.state_dtype),
+        **records, "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T),
+        "CP": 0 if r.commit is None else power_of_two(max(1, records["C"], records["M"])), "STAGED": config.staged,
+        "CHUNK": draft_chunk(r.T, r.state_dtype), "TURNS": config.turns,
         **WITHOUT_LAYER,
     }  # fmt: skip
-    programs = r.N * r.HV * (SIZE.value // (STEP_WARPS * DRAFT_COLUMNS.value))
+    programs = r.N * r.HV * (SIZE.value // (config.turns * STEP_WARPS * DRAFT_COLUMNS.value))
     options = {"maxnreg": config.registers, "enable_fp_fusion": False}
     b.pick(recurrent_draft, programs, STEP_WARPS, named | own, **options)
 
