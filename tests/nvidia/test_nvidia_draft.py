@@ -82,7 +82,7 @@ def both(call: dict, takes: bool = True) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def same(call: dict, takes: bool = True) -> list[Tensor]:
-    """Compare with ``recurrent``: the bits, or from 16-bit states the numbers but for rounding; what the draft gives."""
+    """Compare with ``recurrent``, bits or, from 16-bit states, numbers but for rounding; the draft's results."""
     plain, drafted = both(call, takes)
     exact = call["initial_state"].dtype == torch.float32 or not takes
     for a, b in zip(plain, drafted, strict=True):

@@ -232,8 +232,10 @@ def test_records(subject: Subject):
     for state in (FP32, BF16):
         subject.check(recorded(state))
         subject.check(tree(state))
-        earlier = torch.ones(3, 4, 4, 3 * 128)
-        subject.check(tree(state).having(commit=earlier, num_committed=torch.tensor([9, 0, 4], dtype=torch.int32)))
+        call = tree(state)
+        given = call.tensors | {"commit": torch.zeros(3, 4, 4, 3 * 128), "num_committed": torch.tensor([9, 0, 4])}
+        o, _ = call({n: t.cuda() for n, t in given.items()}, "nvidia")
+        assert o.isfinite().all()
     for made in (commit, commit_of_a_path):
         r = made(torch.ones(3, 4, 4, 3 * 128))
         r = replace(r, **{n: x.cuda() for n, x in vars(r).items() if isinstance(x, torch.Tensor)})
