@@ -156,7 +156,8 @@ def test_tensors_that_a_first_half_hands_on_lie_in_one_allocation(fake):
     found = received(made, [layout("saved[0]", o), layout("saved[1]", memory)])
     places = {"o": "saved[0]", "P": "saved[1]", "D": "saved[1]"}
     assert found == {n: made[n]._replace(source=place) for n, place in places.items()}
-    assert torch.equal(part(memory, found["D"]), memory[ALIGNMENT:].view(torch.float32).view(4, 32))
+    # No kernel has written there: the numbers may be NaN.
+    assert part(memory, found["D"]).view(torch.int32).equal(memory[ALIGNMENT:].view(torch.int32).view(4, 32))
 
 
 def test_what_is_compiled_is_found_for_other_lengths(fake):

@@ -62,7 +62,9 @@ def log_decay(
     _gate_input(x, rate, bias)
     if lower_bound is None:
         F.softplus(memory, 1, _SOFTPLUS_IS_LINEAR, out=memory)
-        return x.mul_(-unit) if rate is None else x.mul_(-hold_rate(rate * unit))
+        if rate is None:
+            return x.mul_(-unit)
+        return x.mul_(-(rate if unit == 1.0 else hold_rate(rate * unit)))
     if rate is not None:
         x.mul_(rate)
     memory.sigmoid_()
