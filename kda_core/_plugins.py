@@ -17,13 +17,14 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pluggy
+import torch
 
 from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core._kinds import Repeated
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
-from kda_core._signature import Asked, Like, is_plain, signature
+from kda_core._signature import Same, is_plain, signature
 from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
@@ -57,12 +58,10 @@ class Registry:
         self._ledger: list[LedgerEntry] = []
         # By signature, the backend (or why none serves the call) and the calls' memo.
         self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
-        # By operator, a fast match with the last call, and its choice.
-        self._latest: dict[str, tuple[Like, tuple[Backend | str, dict]]] = {}
         # By public function, its last calls that may be repeated.
         self.repeated: dict[str, tuple[Repeated, ...]] = {}
-        # Answers of ``supports``, by ``_question``.
-        self._asked: dict[tuple, Asked] = {}
+        # By ``_question``, a match with the last question, the rest of it, and the answer of ``supports``.
+        self._asked: dict[tuple, tuple[Same, tuple, tuple[bool, str]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -176,7 +175,6 @@ class Registry:
             self._forget_choices()
 
     def _forget_choices(self) -> None:
-        self._latest.clear()
         self.repeated.clear()
         self._choices.clear()
         self._asked.clear()
@@ -265,10 +263,12 @@ class Registry:
     def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
         """The answer of ``supports`` to the arguments of a call, if it was asked the same before."""
         try:
-            asked = self._asked.get(_question(op, args, kwargs))
+            same, rest, answer = self._asked[_question(op, args, kwargs)]
         except (AttributeError, KeyError, RuntimeError, TypeError):  # wrong arguments, or a nested tensor
             return None
-        return asked.answer if asked is not None and asked(args, kwargs, name) else None
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        known = rest == (len(values), name, torch.is_grad_enabled()) and same(values) is not None
+        return answer if known else None
 
     def supports(self, request: AnyRequest, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str]:
         """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read.
@@ -281,30 +281,24 @@ class Registry:
             answer = True, ""
         except UnsupportedCall as error:
             answer = False, str(error)
-        asked = Asked(args, kwargs, name, answer)
-        if asked.can_match:
-            self._asked[_question(request.op, args, kwargs)] = asked
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        same = Same(values, values)
+        if same.can_match:
+            rest = len(values), name, torch.is_grad_enabled()
+            self._asked[_question(request.op, args, kwargs)] = same, rest, answer
         return answer
 
     def _backend_of(self, request: AnyRequest, name: str | None) -> Backend:
-        latest = self._latest.get(request.op)
-        if latest is not None and latest[0](request, name):
-            backend, memo = latest[1]
-        else:
-            key = signature(request, name)
-            if key is None:
-                return self._chosen_anew(request, name, None)
-            try:
-                found = self._choices.get(key)
-            except TypeError:  # an option that has no hash
-                return self._chosen_anew(request, name, None)
-            if found is None:
-                return self._chosen_anew(request, name, key)
-            backend, memo = found
-            like = memo.get(Like)
-            if like is None:
-                like = memo[Like] = Like(request, name)
-            self._latest[request.op] = like, found
+        key = signature(request, name)
+        try:
+            found = None if key is None else self._choices.get(key)
+        except TypeError:  # an option that has no hash
+            key = found = None
+        if found is None:
+            return self._chosen_anew(request, name, key)
+        backend, memo = found
+        # A first call pays for nothing more.
+        memo.setdefault(Repeated, [])
         if isinstance(backend, str):
             raise UnsupportedCall(backend)
         request.__dict__["memo"] = memo
@@ -312,8 +306,7 @@ class Registry:
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
         """The backend of a call with a new signature, or without one (``key`` is None)."""
-        # A call with a signature has no tensor with a sign of its own.
-        if _checks.convert_scalars(request) | (key is None and _checks.resolve_signs(request)):
+        if _checks.convert_scalars(request) | _checks.resolve_signs(request):
             return self._backend_of(request, name)
         self.load()
         _checks.check(request)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kda_core import _autograd, _checks, _ops, _plugins
 from kda_core._bind import bind, is_sharded
-from kda_core._kinds import note, to_front, with_kind
+from kda_core._kinds import Repeated, note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
-from kda_core._signature import Like
 from kda_core._torch_private import needs_operator
 from kda_core.request import GateRequest, Request
 
@@ -426,8 +425,7 @@ def call(op: str, given: tuple[Any, ...], backend: str | None, context: Any = No
         arguments = dict(zip(_NAMES[op], given, strict=True))
         r = bind(op, arguments.copy())
         result = call_bound(r, backend, arguments)
-        # A first call pays for nothing more.
-        if r.memo is not None and Like in r.memo:
+        if r.memo is not None and Repeated in r.memo:
             choose: Any = registry.choose
             if context is not None:
                 from kda_core.distributed._call import serving as choose
