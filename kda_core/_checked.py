@@ -12,32 +12,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kda_core import _expect, _loaded
 from kda_core._checks import check_values
-from kda_core._loaded import ROWS, Backend
+from kda_core._loaded import DEFAULT_ELEMENTS, ROWS, Backend, CheckSettings
 from kda_core._plugins import registry
 from kda_core._torch_private import autocasts
 
 COMMIT = "kda_core_commit"
 VARIABLE = "KDA_CHECK"
 DUMP_VARIABLE = "KDA_CHECK_DUMP"
-DEFAULT_ELEMENTS = 2**26
-"""At K = V = 128 one head over 4,096 tokens: seconds of a core, and half a gigabyte."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckSettings:
-    """The arguments of ``checked_calls``, for the kit."""
-
-    warn: bool = False
-    dump: str | None = None
-    elements: int = DEFAULT_ELEMENTS
-
 
 _lock = threading.Lock()
 _in_force: list[CheckSettings] = []

@@ -35,6 +35,19 @@ ROWS = {
 }
 """Hooks that compute, by the names of their rows in profilers."""
 
+DEFAULT_ELEMENTS = 2**26
+"""At K = V = 128 one head over 4,096 tokens: seconds of a core, and half a gigabyte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckSettings:
+    """The arguments of ``checked_calls``, for the kit."""
+
+    warn: bool = False
+    dump: str | None = None
+    elements: int = DEFAULT_ELEMENTS
+
+
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
 """Wraps the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -65,20 +65,22 @@ class Same:
     Args:
         values: of the earlier call.
         keys: of the values that are compared.
+        guards: gives torch's class for comparisons, or None.
     """
 
-    def __init__(self, values: Any, keys: Iterable[Any]) -> None:
+    def __init__(
+        self, values: Any, keys: Iterable[Any], guards: Callable[[], Any] = _torch_private.tensor_guards
+    ) -> None:
         given = [k for k in keys if isinstance(values[k], Tensor)]
         self.tensors, self._rest_of = _getter(given), _getter([k for k in keys if k not in given])
         tensors, self._rest = self.tensors(values), self._rest_of(values)
         self._types = tuple(map(type, self._rest))
         # Other options may change between two calls, or hold values of tensors.
         simple = _PRIMITIVE.issuperset(self._types) and all(map(is_own, tensors)) and not any(map(_is_nested, tensors))
-        guards = _torch_private.tensor_guards() if simple else None
-        self._check: Any = None
-        if guards is not None:
+        made, self._check = guards() if simple else None, None
+        if made is not None:
             sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-            self._check = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            self._check = made(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     @property
     def can_match(self) -> bool:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_core import _checks, reference
-from kda_core._checked import CheckSettings
-from kda_core._loaded import Backend
+from kda_core._loaded import Backend, CheckSettings
 from kda_core._pool_checks import slot_rows
 from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import CommitRequest
