@@ -44,21 +44,6 @@ class Number:
         self.notes.ask(operator.eq, self, self.value)
         return self.value
 
-    def __index__(self) -> int:
-        return operator.index(self.asked())
-
-    def __int__(self) -> int:
-        return int(self.asked())
-
-    def __float__(self) -> float:
-        return float(self.asked())
-
-    def __hash__(self) -> int:
-        return hash(self.asked())
-
-    def __repr__(self) -> str:
-        return repr(self.asked())
-
     def __bool__(self) -> bool:
         return self != 0
 
@@ -147,6 +132,8 @@ for _function in (
     _name = _function.__name__.strip("_")
     setattr(Number, f"__{_name}__", _noted(Notes.take, _function))
     setattr(Number, f"__r{_name}__", _noted(Notes.take, _function, True))
+for _function in (operator.index, int, float, hash, repr):
+    setattr(Number, f"__{_function.__name__}__", lambda self, function=_function: function(self.asked()))
 for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
     setattr(Number, f"__{_function.__name__}__", _noted(Notes.ask, _function))
 
