@@ -1,6 +1,6 @@
 """The checks of the arguments, made before any backend is asked.
 
-``check_metadata`` looks at types, shapes, dtypes, devices and combinations; it works on fake tensors and
+``check`` looks at types, shapes, dtypes, devices and combinations; it works on fake tensors and
 its answer depends on the request's signature alone, so that the router asks once a signature.
 ``check_values`` looks at the contents of small index tensors, where they can be read without waiting
 for a device: only those on the CPU. Both raise ValueError or TypeError naming the argument, what was
@@ -21,7 +21,6 @@ from torch.nn.parameter import Parameter
 from kda_core._expect import (
     DATA_DTYPES,
     INDEX_DTYPES,
-    expect_dense,
     expect_flag,
     expect_int,
     expect_no_overlap,
@@ -53,19 +52,15 @@ OPTIONS = {
 
 def check(r: AnyRequest) -> None:
     """Raise unless types, shapes, dtypes, devices and the combination of options are right."""
-    if isinstance(r, Request):
-        check_metadata(r)
-    elif isinstance(r, CommitRequest):
+    if isinstance(r, CommitRequest):
         check_commit(r)
-    else:
+        return
+    if isinstance(r, GateRequest):
         expect_tensor("g", r.g, DATA_DTYPES)
         if r.g.dim() < 2:
             fail("g", "at least two dimensions [..., HV, K]", f"{shape_of(r.g)}")
         _check_gate(r, True, False, (r.g.shape[-2], r.g.shape[-1]), r.output_dtype)
-
-
-def check_metadata(r: Request) -> None:
-    """``check`` for a call of ``chunk_kda`` or ``fused_recurrent_kda``."""
+        return
     _check_data(r)
     _check_options(r)
     _check_gate(r, r.use_gate_in_kernel, r.safe_gate, (r.HV, r.K), r.compute_dtype)
@@ -76,13 +71,6 @@ def check_metadata(r: Request) -> None:
         expect_tensor("out", r.out, (r.q.dtype,), r.device)
         expect_shape("out", r.out, (r.B, r.T, r.HV, r.V), "[B, T, HV, V]")
         expect_no_overlap("out", r.out)
-
-
-def check_kinds(r: AnyRequest) -> None:
-    """Refuse tensors of kinds that no operator takes: the dispatcher's own error does not name the argument."""
-    for name, t in vars(r).items():
-        if isinstance(t, Tensor):
-            expect_dense(name, t)
 
 
 def convert_scalars(r: AnyRequest) -> bool:

@@ -78,6 +78,12 @@ def expect_int(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
 
 
+def expect_int64(name: str, value: Any) -> None:
+    expect_int(name, value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail(name, "a number of 64 bits", f"{value}")
+
+
 def expect_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")

@@ -93,22 +93,21 @@ class Registry:
         self._forget_choices()
 
     def _load_entry_point(self, entry_point: EntryPoint) -> None:
-        dist = entry_point.dist
+        dist, name = entry_point.dist, entry_point.name
         distribution = f"{dist.name} {dist.version}" if dist else ""
+        state: State = "incompatible"
         reason = mismatch(entry_point, self._core)
-        if reason is not None:
-            self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "incompatible", reason))
-            return
         try:
-            plugin = entry_point.load()
+            plugin = None if reason else entry_point.load()
         except KeyboardInterrupt:
             raise
         # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
         except BaseException as error:
-            reason = f"import failed: {said_by(error)}"
-            self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "broken", reason))
-            return
-        self.register(plugin, fallback_name=entry_point.name, distribution=distribution, entry_point=entry_point.value)
+            state, reason = "broken", f"import failed: {said_by(error)}"
+        if reason is None:
+            self.register(plugin, fallback_name=name, distribution=distribution, entry_point=entry_point.value)
+        else:
+            self._ledger.append(LedgerEntry(name, distribution, entry_point.value, state, reason))
 
     def register(
         self, plugin: object, *, fallback_name: str = "", distribution: str = "", entry_point: str = ""

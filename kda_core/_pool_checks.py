@@ -16,7 +16,7 @@ from kda_core._expect import (
     INDEX_DTYPES,
     STATE_DTYPES,
     expect_flag,
-    expect_int,
+    expect_int64,
     expect_no_overlap,
     expect_own_memory,
     expect_rows,
@@ -81,21 +81,11 @@ class PoolSlots:
         )
 
 
-def check_pad_slot_id(value: int) -> None:
-    _expect_int64("pad_slot_id", value)
-
-
-def _expect_int64(name: str, value: int) -> None:
-    expect_int(name, value)
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        fail(name, "a number of 64 bits", f"{value}")
-
-
 def check_slots(r: Request) -> None:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     _check_reads_and_writes(r)
     _check_records(r)
-    check_pad_slot_id(r.pad_slot_id)
+    expect_int64("pad_slot_id", r.pad_slot_id)
     if indices is None:
         if accepted is not None:
             fail("num_accepted_tokens", "ssm_state_indices [N, 1+S] beside it", "ssm_state_indices=None")
@@ -129,6 +119,7 @@ def _check_reads_and_writes(r: Request) -> None:
     given = {
         "has_initial_state": fresh is not None, "update_state=False": not r.update_state,
         "final_state_indices": indices is not None, "checkpoint_indices": r.checkpoint_indices is not None,
+        "records": r.records is not None,
     }  # fmt: skip
     for name, used in given.items():
         if used and r.ssm_state_indices is None:
@@ -163,8 +154,6 @@ def _check_records(r: Request) -> None:
         _check_tree(r)
     if r.records is None:
         return
-    if r.ssm_state_indices is None:
-        fail("ssm_state_indices", "slots of a pool beside records", "None")
     if r.update_state:
         fail("update_state", "False beside records, which are committed later", "True")
     expect_tensor("records", r.records, (r.compute_dtype,), r.device)
@@ -218,7 +207,7 @@ def _check_path(name: str, path: Tensor, N: int, device: torch.device) -> None:
 def check_commit(r: CommitRequest) -> None:
     """The checks of ``commit_kda``, by metadata."""
     expect_flag("state_v_first", r.state_v_first)
-    check_pad_slot_id(r.pad_slot_id)
+    expect_int64("pad_slot_id", r.pad_slot_id)
     expect_tensor("pool", r.pool, (*STATE_DTYPES, torch.float64))
     if r.pool.dim() != 4:
         fail("pool", f"shape [slots, HV, {'V, K' if r.state_v_first else 'K, V'}]", shape_of(r.pool))
@@ -276,7 +265,7 @@ def check_commit_values(
 
 def _check_checkpoints(r: Request) -> None:
     indices, every = r.checkpoint_indices, r.checkpoint_every
-    _expect_int64("checkpoint_every", every)
+    expect_int64("checkpoint_every", every)
     if indices is None:
         for name, used in (("checkpoint_every", every != 0), ("checkpoint_pool", r.checkpoint_pool is not None)):
             if used:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kda_core import _autograd, _checks, _ops, _plugins
 from kda_core._bind import bind, is_sharded
+from kda_core._expect import expect_dense
 from kda_core._kinds import Repeated, note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
@@ -420,7 +421,9 @@ def _watched(r: Any, backend: str | None, arguments: dict[str, Any] | None) -> A
     if not compiling:
         # The dispatcher runs before an operator's own checks, and its errors name no argument.
         _checks.convert_scalars(r)
-        _checks.check_kinds(r)
+        for argument, t in vars(r).items():
+            if isinstance(t, Tensor):
+                expect_dense(argument, t)
         _checks.check(r)
     return _outputs(r, _ops.call(r, name))
 
