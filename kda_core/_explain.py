@@ -33,18 +33,10 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
 
 
 def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: Any) -> tuple[CallPlan, ...]:
-    """Say what a call would allocate and launch; runs nothing.
+    """Say what a call would allocate and launch, in its forward and in the backward that it may have; runs nothing.
 
-    Args:
-        *args, **kwargs, op: as of ``explain``.
-        chip: name of the chip to plan for, such as "sm_90"; None: the device of the arguments. Needs ``backend=``.
-
-    Returns:
-        The plan of the forward and, where an argument requires a gradient, of the backward.
-
-    Raises:
-        ValueError, TypeError, BackendNotFound, BrokenBackend: as ``explain``; or the chip is not known.
-        UnsupportedCall: no backend serves the call, or the one that does makes no plans.
+    Arguments and errors are those of ``explain``, and UnsupportedCall where no backend serves the call or makes plans.
+    ``chip``: name of the chip to plan for, such as "sm_90", beside ``backend``; None: the device of the arguments.
     """
     if chip is not None and not isinstance(chip, str):
         raise TypeError(f"chip: expected the name of a chip or None, got {type(chip).__name__}")

@@ -18,6 +18,7 @@ from kda_core._requests import (
     STATES,
     CommitRequest,
     GatedNormRequest,
+    LayerCall,
     Remembering,
     ShortConvolutionRequest,
     features_of_sizes,
@@ -331,7 +332,7 @@ class GateRequest(Remembering):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DecodeStepRequest:
+class DecodeStepRequest(LayerCall):
     """One checked call of ``kda_core.nn.kda_decode_step``: T tokens of each of N sequences. W taps, D = 2·H·K + HV·V.
 
     Attributes:
@@ -357,7 +358,6 @@ class DecodeStepRequest:
         memo: as in ``Request``.
     """
 
-    x: Tensor
     g: Tensor
     beta: Tensor
     conv_state: Tensor
@@ -384,12 +384,6 @@ class DecodeStepRequest:
     commit: Tensor | None = None
     num_committed: Tensor | None = None
     commit_inputs: Tensor | None = None
-    needs_grad: frozenset[str] = frozenset()
-    memo: dict[Any, Any] | None = field(default=None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     @property
     def H(self) -> int:
