@@ -197,11 +197,8 @@ class Registry:
     def backends(self) -> tuple[Backend, ...]:
         """Loaded backends, best priority first; those that serve only when named come last."""
         self.load()
-
-        def order(b: Backend) -> tuple:
-            return (b.info.priority is None, -(b.info.priority or 0), b.info.name)
-
-        return tuple(sorted(self._backends.values(), key=order))
+        cards = [(b.info.priority is None, -(b.info.priority or 0), b.info.name) for b in self._backends.values()]
+        return tuple(self._backends[name] for *_, name in sorted(cards))
 
     @property
     def ledger(self) -> tuple[LedgerEntry, ...]:

@@ -108,11 +108,6 @@ class Notes:
                 return i
         return None
 
-    def followed(self, lengths: Sequence[int]) -> list[Any] | None:
-        """All numbers by place for other lengths; None where an answer is another."""
-        values = self.at(lengths)
-        return values if self.follow(values) is None else None
-
 
 def _noted(note: Any, function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[[Number, Any], Any]:
     """The method of ``Number`` that computes or compares, as ``Notes.take`` or ``Notes.ask`` notes it."""
@@ -139,7 +134,7 @@ for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.g
 
 
 def picker(xs: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that gives these numbers with the values that ``Notes.followed`` gave."""
+    """A function that gives these numbers with the values that ``Notes.follow`` filled in."""
     notes = next((x.notes for x in xs if type(x) is Number), None)
     if notes is None:
         return lambda values, found=tuple(xs): found
@@ -149,7 +144,7 @@ def picker(xs: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def filled(x: Any, values: Sequence[Any]) -> Any:
-    """A plan, or a part of one, with the numbers that ``Notes.followed`` gave."""
+    """A plan, or a part of one, with the numbers that ``Notes.follow`` filled in."""
     if type(x) is Number:
         return values[x.place]
     if isinstance(x, tuple):
