@@ -53,10 +53,10 @@ def checked_calls(
         CheckFailed: from a call within the block, unless ``warn``.
         TypeError, ValueError: an argument is wrong.
     """
-    _expect.expect_flag("warn", warn)
+    _expect.flag("warn", warn)
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise TypeError(f"dump: expected a path or None, got {type(dump).__name__}")
-    _expect.expect_int("elements", elements)
+    _expect.integer("elements", elements)
     if elements < 1:
         raise ValueError(f"elements: expected a number of at least 1, got {elements}")
     settings = CheckSettings(warn, None if dump is None else os.fspath(dump), elements)

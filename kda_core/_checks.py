@@ -18,23 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from kda_core._expect import (
-    DATA_DTYPES,
-    INDEX_DTYPES,
-    expect_flag,
-    expect_int,
-    expect_no_overlap,
-    expect_number,
-    expect_own_memory,
-    expect_shape,
-    expect_tensor,
-    fail,
-    is_normal,
-    names_of,
-    normal_range,
-    shape_of,
-    state_dtypes,
-)
+from kda_core import _expect as expect
+from kda_core._expect import DATA_DTYPES, INDEX_DTYPES, fail, is_normal, names_of, normal_range, shape_of, state_dtypes
 from kda_core._overlaps import extent
 from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
 from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
@@ -56,7 +41,7 @@ def check(r: AnyRequest) -> None:
         check_commit(r)
         return
     if isinstance(r, GateRequest):
-        expect_tensor("g", r.g, DATA_DTYPES)
+        expect.tensor("g", r.g, DATA_DTYPES)
         if r.g.dim() < 2:
             fail("g", "at least two dimensions [..., HV, K]", f"{shape_of(r.g)}")
         _check_gate(r, True, False, (r.g.shape[-2], r.g.shape[-1]), r.output_dtype)
@@ -68,9 +53,9 @@ def check(r: AnyRequest) -> None:
     _check_state(r)
     check_slots(r)
     if r.out is not None:
-        expect_tensor("out", r.out, (r.q.dtype,), r.device)
-        expect_shape("out", r.out, (r.B, r.T, r.HV, r.V), "[B, T, HV, V]")
-        expect_no_overlap("out", r.out)
+        expect.tensor("out", r.out, (r.q.dtype,), r.device)
+        expect.shape("out", r.out, (r.B, r.T, r.HV, r.V), "[B, T, HV, V]")
+        expect.no_overlap("out", r.out)
 
 
 def convert_scalars(r: AnyRequest) -> bool:
@@ -170,17 +155,17 @@ def _check_places(r: Request) -> None:
 
 def _check_written(r: Request) -> None:
     """Refuse ``out`` and a pool that share memory with other tensors of the call."""
-    expect_own_memory(vars(r), r.written)
+    expect.own_memory(vars(r), r.written)
     if r.memo is not None:
         r.memo[extent] = tuple(map(extent, (r.q, r.k, r.v, r.g, r.beta, r.initial_state, r.out)))
 
 
 def _check_data(r: Request) -> None:
-    expect_tensor("q", r.q, DATA_DTYPES)
+    expect.tensor("q", r.q, DATA_DTYPES)
     for name in ("k", "v"):
-        expect_tensor(name, getattr(r, name), (r.q.dtype,), r.device, ", the dtype of q")
+        expect.tensor(name, getattr(r, name), (r.q.dtype,), r.device, ", the dtype of q")
     for name in ("g", "beta"):
-        expect_tensor(name, getattr(r, name), DATA_DTYPES, r.device)
+        expect.tensor(name, getattr(r, name), DATA_DTYPES, r.device)
     if r.q.dim() != 4:
         fail("q", "shape [B, T, H, K]", shape_of(r.q))
     if r.v.dim() != 4:
@@ -188,7 +173,7 @@ def _check_data(r: Request) -> None:
     B, T, H, K = r.q.shape
     if H < 1 or K < 1:
         fail("q", "at least one head and one channel", shape_of(r.q))
-    expect_shape("k", r.k, (B, T, H, K), "[B, T, H, K] of q")
+    expect.shape("k", r.k, (B, T, H, K), "[B, T, H, K] of q")
     if r.v.shape[0] != B or r.v.shape[1] != T:
         fail("v", f"shape [B, T, HV, V] with B, T = {B}, {T} of q", shape_of(r.v))
     HV, V = r.v.shape[2:]
@@ -197,17 +182,17 @@ def _check_data(r: Request) -> None:
     if HV % H != 0:
         expected = f"a number of heads HV that is a multiple of H = {H} of q {shape_of(r.q)}"
         fail("v", expected, f"HV = {HV} in {shape_of(r.v)}")
-    expect_shape("g", r.g, (B, T, HV, K), "[B, T, HV, K]")
-    expect_shape("beta", r.beta, (B, T, HV), "[B, T, HV]")
+    expect.shape("g", r.g, (B, T, HV, K), "[B, T, HV, K]")
+    expect.shape("beta", r.beta, (B, T, HV), "[B, T, HV]")
 
 
 def _check_options(r: Request) -> None:
     for name in FLAGS:
-        expect_flag(name, getattr(r, name))
-    expect_number("scale", r.scale)
+        expect.flag(name, getattr(r, name))
+    expect.number("scale", r.scale)
     if r.scale and not is_normal(r.scale, r.compute_dtype):
         fail("scale", f"0 or {normal_range(r.compute_dtype)}", f"{r.scale}")
-    expect_int("chunk_size", r.chunk_size)
+    expect.integer("chunk_size", r.chunk_size)
     if r.chunk_size not in CHUNK_SIZES:
         fail("chunk_size", f"one of {CHUNK_SIZES}", f"{r.chunk_size}")
     dtype = r.intermediate_states_dtype
@@ -225,7 +210,7 @@ def _check_gate(
 ) -> None:
     A_log, dt_bias, lower_bound = r.A_log, r.dt_bias, r.lower_bound
     if lower_bound is not None:
-        expect_number("lower_bound", lower_bound)
+        expect.number("lower_bound", lower_bound)
         if not (lower_bound < 0 and is_normal(lower_bound, dtype)):
             fail("lower_bound", f"a number below 0 and {normal_range(dtype)}", f"{lower_bound}")
     if not in_kernel:
@@ -239,10 +224,10 @@ def _check_gate(
         fail("lower_bound", "a number, which safe_gate=True with use_gate_in_kernel=True needs", "None")
     HV, K = heads
     if A_log is not None:
-        expect_tensor("A_log", A_log, DATA_DTYPES, r.device)
-        expect_shape("A_log", A_log, (HV,), "[HV]")
+        expect.tensor("A_log", A_log, DATA_DTYPES, r.device)
+        expect.shape("A_log", A_log, (HV,), "[HV]")
     if dt_bias is not None:
-        expect_tensor("dt_bias", dt_bias, DATA_DTYPES, r.device)
+        expect.tensor("dt_bias", dt_bias, DATA_DTYPES, r.device)
         if tuple(dt_bias.shape) != (HV, K):
             fail("dt_bias", f"shape [HV·K] = [{HV * K}] or [HV, K] = [{HV}, {K}]", shape_of(dt_bias))
 
@@ -253,14 +238,14 @@ def _check_packing(r: Request) -> None:
         if cu_cpu is not None:
             fail("cu_seqlens_cpu", "cu_seqlens beside it (it is a copy of it on the CPU)", "cu_seqlens=None")
         return
-    expect_tensor("cu_seqlens", cu, INDEX_DTYPES, r.device)
+    expect.tensor("cu_seqlens", cu, INDEX_DTYPES, r.device)
     if cu.dim() != 1 or cu.shape[0] < 1:
         fail("cu_seqlens", "shape [N+1]", shape_of(cu))
     if r.B != 1:
         fail("q", "B = 1 with cu_seqlens (packed sequences lie one behind the other)", f"B = {r.B} in {shape_of(r.q)}")
     if cu_cpu is not None:
-        expect_tensor("cu_seqlens_cpu", cu_cpu, INDEX_DTYPES, torch.device("cpu"))
-        expect_shape("cu_seqlens_cpu", cu_cpu, tuple(cu.shape), "[N+1] of cu_seqlens")
+        expect.tensor("cu_seqlens_cpu", cu_cpu, INDEX_DTYPES, torch.device("cpu"))
+        expect.shape("cu_seqlens_cpu", cu_cpu, tuple(cu.shape), "[N+1] of cu_seqlens")
     elif r.return_intermediate_states and cu.device.type != "cpu":
         fail("cu_seqlens_cpu", "a copy of cu_seqlens on the CPU, which the shape of h depends on", "None")
 
@@ -271,15 +256,15 @@ def _check_state(r: Request) -> None:
         if r.inplace_final_state and r.ssm_state_indices is None:
             fail("initial_state", "the states that inplace_final_state=True writes to", "None")
         return
-    expect_tensor("initial_state", state, state_dtypes(r), r.device)
+    expect.tensor("initial_state", state, state_dtypes(r), r.device)
     symbols = "V, K" if r.state_v_first else "K, V"
     if r.ssm_state_indices is None:
-        expect_shape("initial_state", state, r.state_shape, f"[N, HV, {symbols}]")
+        expect.shape("initial_state", state, r.state_shape, f"[N, HV, {symbols}]")
     elif state.dim() != 4 or tuple(state.shape[1:]) != r.state_shape[1:]:
         expected = f"a pool of shape [slots, HV, {symbols}] = [slots, {str(list(r.state_shape[1:]))[1:]}"
         fail("initial_state", expected, shape_of(state))
     if r.written_states == "initial_state":
-        expect_no_overlap("initial_state", state)
+        expect.no_overlap("initial_state", state)
 
 
 def _check_cu_seqlens_values(r: Request) -> list[int] | None:

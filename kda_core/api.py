@@ -8,9 +8,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kda_core import _autograd, _checks, _ops, _plugins
+from kda_core import _autograd, _checks, _expect, _ops, _plugins
 from kda_core._bind import bind, is_sharded
-from kda_core._expect import expect_dense
 from kda_core._kinds import Repeated, note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
@@ -423,7 +422,7 @@ def _watched(r: Any, backend: str | None, arguments: dict[str, Any] | None) -> A
         _checks.convert_scalars(r)
         for argument, t in vars(r).items():
             if isinstance(t, Tensor):
-                expect_dense(argument, t)
+                _expect.dense(argument, t)
         _checks.check(r)
     return _outputs(r, _ops.call(r, name))
 
