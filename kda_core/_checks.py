@@ -22,6 +22,7 @@ from kda_core import _expect as expect
 from kda_core._expect import DATA_DTYPES, INDEX_DTYPES, fail, is_normal, names_of, normal_range, shape_of, state_dtypes
 from kda_core._overlaps import extent
 from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
+from kda_core._signature import is_plain
 from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
 
 CHUNK_SIZES = (32, 64)
@@ -111,10 +112,11 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def has_values(r: Any) -> bool:
-    """Whether ``check_values`` has anything to check: most calls pay no call for it."""
+    """Whether ``check_values`` has anything to check; fake tensors have no values."""
     if r.op == "commit_kda":
-        return True
-    return r.op != "kda_gate" and (r.cu_seqlens is not None or r.inplace_final_state or r.out is not None)
+        return is_plain(r.pool)
+    given = r.op != "kda_gate" and (r.cu_seqlens is not None or r.inplace_final_state or r.out is not None)
+    return given and is_plain(r.q)
 
 
 def check_values(r: Request | CommitRequest) -> None:

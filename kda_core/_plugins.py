@@ -24,13 +24,13 @@ from kda_core._contract import contract_problem, found_entry_points, mismatch, r
 from kda_core._kinds import Repeated
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
-from kda_core._signature import Same, is_plain, signature
+from kda_core._signature import Same, signature
 from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.reference import ReferenceBackend
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.request import AnyRequest
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
@@ -253,7 +253,7 @@ class Registry:
         """
         backend = self._backend_of(request, name)
         if _checks.has_values(request):
-            _check_values(request)
+            _checks.check_values(request)  # type: ignore[arg-type]
         return backend
 
     def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
@@ -341,7 +341,8 @@ class Registry:
         _checks.convert_scalars(request)
         self.load()
         _checks.check(request)
-        _check_values(request)
+        if _checks.has_values(request):
+            _checks.check_values(request)  # type: ignore[arg-type]
         verdicts = tuple(verdict for verdict, _ in self._verdicts(request, name, self.backends))
         chosen = next((v.backend for v in verdicts if v.status == "chosen"), None)
         return Explanation(request.op, chosen, verdicts)
@@ -401,13 +402,6 @@ def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: boo
 def _question(op: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """A key that tells questions apart well; g is an argument of every function."""
     return op, (args[0] if args else kwargs["g"]).shape
-
-
-def _check_values(request: AnyRequest) -> None:
-    """Check the values of index tensors; fake tensors have none."""
-    first = request.q if isinstance(request, Request) else getattr(request, "pool", None)
-    if is_plain(first) and not isinstance(request, GateRequest):
-        _checks.check_values(request)
 
 
 registry = Registry()
