@@ -38,9 +38,8 @@ def _given(r: Request | GateRequest, arguments: dict[str, Any]) -> dict[str, Ten
     return found
 
 
-def _kind(r: Request | GateRequest, given: dict[str, Tensor] | None = None) -> Kind:
-    """The kind of a request's calls with these tensors; None: its own."""
-    given = _given(r, vars(r)) if given is None else given
+def _kind(r: Request | GateRequest, given: dict[str, Tensor]) -> Kind:
+    """The kind of a request's calls with these tensors."""
     # A context's calls have the memo of a plain one.
     memo = {} if r.memo is None or getattr(r, "cp_context", None) is not None else r.memo
     key = (Kind, *[(n, t.shape) for n, t in given.items() if t is not getattr(r, n)])

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core._checks import expect_flag, python_value
+from kda_core import _expect
+from kda_core._checks import python_value
 from kda_core.request import DIFFERENTIABLE, GATE_DIFFERENTIABLE, CommitRequest, GateRequest, Request
 
 
@@ -89,7 +90,7 @@ def _check_differentiable(values: dict[str, Any]) -> None:
 def _is_set(values: dict[str, Any], name: str) -> bool:
     """A flag that decides before the checks of the request: True, False or NumPy's."""
     value = python_value(values.get(name, False))
-    expect_flag(name, value)
+    _expect.flag(name, value)
     return value
 
 

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from kda_core import _expect, _loaded
-from kda_core._check_settings import DEFAULT_ELEMENTS, CheckSettings
 from kda_core._checks import check_values
-from kda_core._loaded import Backend
+from kda_core._loaded import DEFAULT_ELEMENTS, ROWS, Backend, CheckSettings
 from kda_core._plugins import registry
-from kda_core._ranges import ROWS
 from kda_core._torch_private import autocasts
 
 COMMIT = "kda_core_commit"
@@ -55,10 +53,10 @@ def checked_calls(
         CheckFailed: from a call within the block, unless ``warn``.
         TypeError, ValueError: an argument is wrong.
     """
-    _expect.expect_flag("warn", warn)
+    _expect.flag("warn", warn)
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise TypeError(f"dump: expected a path or None, got {type(dump).__name__}")
-    _expect.expect_int("elements", elements)
+    _expect.integer("elements", elements)
     if elements < 1:
         raise ValueError(f"elements: expected a number of at least 1, got {elements}")
     settings = CheckSettings(warn, None if dump is None else os.fspath(dump), elements)

@@ -1,6 +1,6 @@
 """The checks of the arguments, made before any backend is asked.
 
-``check_metadata`` looks at types, shapes, dtypes, devices and combinations; it works on fake tensors and
+``check`` looks at types, shapes, dtypes, devices and combinations; it works on fake tensors and
 its answer depends on the request's signature alone, so that the router asks once a signature.
 ``check_values`` looks at the contents of small index tensors, where they can be read without waiting
 for a device: only those on the CPU. Both raise ValueError or TypeError naming the argument, what was
@@ -18,26 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from kda_core._expect import (
-    DATA_DTYPES,
-    INDEX_DTYPES,
-    expect_dense,
-    expect_flag,
-    expect_int,
-    expect_no_overlap,
-    expect_number,
-    expect_own_memory,
-    expect_shape,
-    expect_tensor,
-    fail,
-    is_normal,
-    names_of,
-    normal_range,
-    shape_of,
-    state_dtypes,
-)
+from kda_core import _expect as expect
+from kda_core._expect import DATA_DTYPES, INDEX_DTYPES, fail, is_normal, names_of, normal_range, shape_of, state_dtypes
 from kda_core._overlaps import extent
 from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
+from kda_core._signature import is_plain
 from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
 
 CHUNK_SIZES = (32, 64)
@@ -53,19 +38,15 @@ OPTIONS = {
 
 def check(r: AnyRequest) -> None:
     """Raise unless types, shapes, dtypes, devices and the combination of options are right."""
-    if isinstance(r, Request):
-        check_metadata(r)
-    elif isinstance(r, CommitRequest):
+    if isinstance(r, CommitRequest):
         check_commit(r)
-    else:
-        expect_tensor("g", r.g, DATA_DTYPES)
+        return
+    if isinstance(r, GateRequest):
+        expect.tensor("g", r.g, DATA_DTYPES)
         if r.g.dim() < 2:
             fail("g", "at least two dimensions [..., HV, K]", f"{shape_of(r.g)}")
         _check_gate(r, True, False, (r.g.shape[-2], r.g.shape[-1]), r.output_dtype)
-
-
-def check_metadata(r: Request) -> None:
-    """``check`` for a call of ``chunk_kda`` or ``fused_recurrent_kda``."""
+        return
     _check_data(r)
     _check_options(r)
     _check_gate(r, r.use_gate_in_kernel, r.safe_gate, (r.HV, r.K), r.compute_dtype)
@@ -73,16 +54,9 @@ def check_metadata(r: Request) -> None:
     _check_state(r)
     check_slots(r)
     if r.out is not None:
-        expect_tensor("out", r.out, (r.q.dtype,), r.device)
-        expect_shape("out", r.out, (r.B, r.T, r.HV, r.V), "[B, T, HV, V]")
-        expect_no_overlap("out", r.out)
-
-
-def check_kinds(r: AnyRequest) -> None:
-    """Refuse tensors of kinds that no operator takes: the dispatcher's own error does not name the argument."""
-    for name, t in vars(r).items():
-        if isinstance(t, Tensor):
-            expect_dense(name, t)
+        expect.tensor("out", r.out, (r.q.dtype,), r.device)
+        expect.shape("out", r.out, (r.B, r.T, r.HV, r.V), "[B, T, HV, V]")
+        expect.no_overlap("out", r.out)
 
 
 def convert_scalars(r: AnyRequest) -> bool:
@@ -138,10 +112,11 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def has_values(r: Any) -> bool:
-    """Whether ``check_values`` has anything to check: most calls pay no call for it."""
+    """Whether ``check_values`` has anything to check; fake tensors have no values."""
     if r.op == "commit_kda":
-        return True
-    return r.op != "kda_gate" and (r.cu_seqlens is not None or r.inplace_final_state or r.out is not None)
+        return is_plain(r.pool)
+    given = r.op != "kda_gate" and (r.cu_seqlens is not None or r.inplace_final_state or r.out is not None)
+    return given and is_plain(r.q)
 
 
 def check_values(r: Request | CommitRequest) -> None:
@@ -182,17 +157,17 @@ def _check_places(r: Request) -> None:
 
 def _check_written(r: Request) -> None:
     """Refuse ``out`` and a pool that share memory with other tensors of the call."""
-    expect_own_memory(vars(r), r.written)
+    expect.own_memory(vars(r), r.written)
     if r.memo is not None:
         r.memo[extent] = tuple(map(extent, (r.q, r.k, r.v, r.g, r.beta, r.initial_state, r.out)))
 
 
 def _check_data(r: Request) -> None:
-    expect_tensor("q", r.q, DATA_DTYPES)
+    expect.tensor("q", r.q, DATA_DTYPES)
     for name in ("k", "v"):
-        expect_tensor(name, getattr(r, name), (r.q.dtype,), r.device, ", the dtype of q")
+        expect.tensor(name, getattr(r, name), (r.q.dtype,), r.device, ", the dtype of q")
     for name in ("g", "beta"):
-        expect_tensor(name, getattr(r, name), DATA_DTYPES, r.device)
+        expect.tensor(name, getattr(r, name), DATA_DTYPES, r.device)
     if r.q.dim() != 4:
         fail("q", "shape [B, T, H, K]", shape_of(r.q))
     if r.v.dim() != 4:
@@ -200,7 +175,7 @@ def _check_data(r: Request) -> None:
     B, T, H, K = r.q.shape
     if H < 1 or K < 1:
         fail("q", "at least one head and one channel", shape_of(r.q))
-    expect_shape("k", r.k, (B, T, H, K), "[B, T, H, K] of q")
+    expect.shape("k", r.k, (B, T, H, K), "[B, T, H, K] of q")
     if r.v.shape[0] != B or r.v.shape[1] != T:
         fail("v", f"shape [B, T, HV, V] with B, T = {B}, {T} of q", shape_of(r.v))
     HV, V = r.v.shape[2:]
@@ -209,17 +184,17 @@ def _check_data(r: Request) -> None:
     if HV % H != 0:
         expected = f"a number of heads HV that is a multiple of H = {H} of q {shape_of(r.q)}"
         fail("v", expected, f"HV = {HV} in {shape_of(r.v)}")
-    expect_shape("g", r.g, (B, T, HV, K), "[B, T, HV, K]")
-    expect_shape("beta", r.beta, (B, T, HV), "[B, T, HV]")
+    expect.shape("g", r.g, (B, T, HV, K), "[B, T, HV, K]")
+    expect.shape("beta", r.beta, (B, T, HV), "[B, T, HV]")
 
 
 def _check_options(r: Request) -> None:
     for name in FLAGS:
-        expect_flag(name, getattr(r, name))
-    expect_number("scale", r.scale)
+        expect.flag(name, getattr(r, name))
+    expect.number("scale", r.scale)
     if r.scale and not is_normal(r.scale, r.compute_dtype):
         fail("scale", f"0 or {normal_range(r.compute_dtype)}", f"{r.scale}")
-    expect_int("chunk_size", r.chunk_size)
+    expect.integer("chunk_size", r.chunk_size)
     if r.chunk_size not in CHUNK_SIZES:
         fail("chunk_size", f"one of {CHUNK_SIZES}", f"{r.chunk_size}")
     dtype = r.intermediate_states_dtype
@@ -237,7 +212,7 @@ def _check_gate(
 ) -> None:
     A_log, dt_bias, lower_bound = r.A_log, r.dt_bias, r.lower_bound
     if lower_bound is not None:
-        expect_number("lower_bound", lower_bound)
+        expect.number("lower_bound", lower_bound)
         if not (lower_bound < 0 and is_normal(lower_bound, dtype)):
             fail("lower_bound", f"a number below 0 and {normal_range(dtype)}", f"{lower_bound}")
     if not in_kernel:
@@ -251,10 +226,10 @@ def _check_gate(
         fail("lower_bound", "a number, which safe_gate=True with use_gate_in_kernel=True needs", "None")
     HV, K = heads
     if A_log is not None:
-        expect_tensor("A_log", A_log, DATA_DTYPES, r.device)
-        expect_shape("A_log", A_log, (HV,), "[HV]")
+        expect.tensor("A_log", A_log, DATA_DTYPES, r.device)
+        expect.shape("A_log", A_log, (HV,), "[HV]")
     if dt_bias is not None:
-        expect_tensor("dt_bias", dt_bias, DATA_DTYPES, r.device)
+        expect.tensor("dt_bias", dt_bias, DATA_DTYPES, r.device)
         if tuple(dt_bias.shape) != (HV, K):
             fail("dt_bias", f"shape [HV·K] = [{HV * K}] or [HV, K] = [{HV}, {K}]", shape_of(dt_bias))
 
@@ -265,14 +240,14 @@ def _check_packing(r: Request) -> None:
         if cu_cpu is not None:
             fail("cu_seqlens_cpu", "cu_seqlens beside it (it is a copy of it on the CPU)", "cu_seqlens=None")
         return
-    expect_tensor("cu_seqlens", cu, INDEX_DTYPES, r.device)
+    expect.tensor("cu_seqlens", cu, INDEX_DTYPES, r.device)
     if cu.dim() != 1 or cu.shape[0] < 1:
         fail("cu_seqlens", "shape [N+1]", shape_of(cu))
     if r.B != 1:
         fail("q", "B = 1 with cu_seqlens (packed sequences lie one behind the other)", f"B = {r.B} in {shape_of(r.q)}")
     if cu_cpu is not None:
-        expect_tensor("cu_seqlens_cpu", cu_cpu, INDEX_DTYPES, torch.device("cpu"))
-        expect_shape("cu_seqlens_cpu", cu_cpu, tuple(cu.shape), "[N+1] of cu_seqlens")
+        expect.tensor("cu_seqlens_cpu", cu_cpu, INDEX_DTYPES, torch.device("cpu"))
+        expect.shape("cu_seqlens_cpu", cu_cpu, tuple(cu.shape), "[N+1] of cu_seqlens")
     elif r.return_intermediate_states and cu.device.type != "cpu":
         fail("cu_seqlens_cpu", "a copy of cu_seqlens on the CPU, which the shape of h depends on", "None")
 
@@ -283,15 +258,15 @@ def _check_state(r: Request) -> None:
         if r.inplace_final_state and r.ssm_state_indices is None:
             fail("initial_state", "the states that inplace_final_state=True writes to", "None")
         return
-    expect_tensor("initial_state", state, state_dtypes(r), r.device)
+    expect.tensor("initial_state", state, state_dtypes(r), r.device)
     symbols = "V, K" if r.state_v_first else "K, V"
     if r.ssm_state_indices is None:
-        expect_shape("initial_state", state, r.state_shape, f"[N, HV, {symbols}]")
+        expect.shape("initial_state", state, r.state_shape, f"[N, HV, {symbols}]")
     elif state.dim() != 4 or tuple(state.shape[1:]) != r.state_shape[1:]:
         expected = f"a pool of shape [slots, HV, {symbols}] = [slots, {str(list(r.state_shape[1:]))[1:]}"
         fail("initial_state", expected, shape_of(state))
     if r.written_states == "initial_state":
-        expect_no_overlap("initial_state", state)
+        expect.no_overlap("initial_state", state)
 
 
 def _check_cu_seqlens_values(r: Request) -> list[int] | None:

@@ -26,7 +26,7 @@ from typer.core import TyperCommand
 
 import kda_core
 from kda_core import _cli, _explain, _plugins, platforms
-from kda_core._example_call import MOST_BYTES, CallShape, example_call, example_context
+from kda_core._example_call import MOST_BYTES, example_call, example_context
 from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
@@ -217,17 +217,16 @@ def explain(
             raise typer.BadParameter("does not go with --cp-context", param_hint="--varlen")
         written["cp_context"] = None
     try:
-        call_shape = CallShape(
-            sizes=_sizes(shape), HV=hv, dtype=dtype, gate_dtype=gate_dtype, state_dtype=state_dtype,
-            device=_device(device, backend, planned=chip is not None),
-            bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots,
+        sizes, where = _sizes(shape), _device(device, backend, planned=chip is not None)
+        call = example_call(
+            OPS[op], written, sizes=sizes, device=where, HV=hv, dtype=dtype, gate_dtype=gate_dtype,
+            state_dtype=state_dtype, bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots,
             slots_per_sequence=slots_per_sequence, strided=strided, backward=backward,
-            present=frozenset(n for n, given in passed.items() if given),
+            present={n for n, given in passed.items() if given},
         )  # fmt: skip
-        call = example_call(OPS[op], call_shape, written)
         with contextlib.ExitStack() as ranks:
             if cp_context is not None:
-                call["cp_context"] = ranks.enter_context(example_context(call_shape, cp_context))
+                call["cp_context"] = ranks.enter_context(example_context(sizes, where, cp_context))
             if plan:
                 _show_plans(_explain.plan(**call, op=op, backend=backend, chip=chip), as_json)
                 return

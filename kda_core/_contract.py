@@ -79,7 +79,11 @@ def read_info(manager: pluggy.PluginManager, plugin: object) -> BackendInfo | st
     info = hook()
     if not isinstance(info, BackendInfo):
         return f"kda_core_backend returned {type(info).__name__}, expected BackendInfo"
-    return _card_problem(info) or info
+    for field, (is_right, expected) in _CARD.items():
+        value = attrgetter(field)(info)
+        if not is_right(value):  # it would fail later in calls of every backend
+            return f"kda_core_backend: {field}: expected {expected}, got {value!r}"
+    return info
 
 
 def _all_are(kind: type, values: Any, containers: Any) -> bool:
@@ -125,15 +129,6 @@ _CARD: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 """For every field of an identity card, whether a value is right, and in words what is."""
-
-
-def _card_problem(info: BackendInfo) -> str | None:
-    """The first field of a wrong type or value, which would fail later in calls of every backend; or None."""
-    for field, (is_right, expected) in _CARD.items():
-        value = attrgetter(field)(info)
-        if not is_right(value):
-            return f"kda_core_backend: {field}: expected {expected}, got {value!r}"
-    return None
 
 
 def contract_problem(manager: pluggy.PluginManager, plugin: object, info: BackendInfo) -> str | None:

@@ -35,17 +35,18 @@ def best_device(machine: list[torch.device], registry: _plugins.Registry) -> tor
         raise UnsupportedCall(f"backend {name!r} can serve no device of this machine: {'; '.join(reasons)}")
     reasons, installed = [], {b.info.name for b in registry.backends}
     for device in machine:
+        # Those that serve only when named come last.
         for backend in registry.backends:
-            if backend.info.priority is None:
+            own, if_named = backend.info.name, backend.info.priority is None
+            if if_named and device.type == "cpu":
                 continue
             available = backend.availability(device)
-            if isinstance(available, Available):
+            if isinstance(available, Available) and not if_named:
                 return device
-            reasons.append(f"{backend.info.name} on {device}: {available.reason}")
-        for backend in registry.backends if device.type != "cpu" else ():
-            if backend.info.priority is None and isinstance(backend.availability(device), Available):
-                own = backend.info.name
+            if isinstance(available, Available):
                 reasons.append(f"{own} on {device}: it serves only calls that name it, e.g. with KDA_BACKEND={own}")
+            elif not if_named:
+                reasons.append(f"{own} on {device}: {available.reason}")
         wheel = platforms.WHEEL_OF_RUNTIME.get(platforms.runtime(device.type))
         if wheel is not None and platforms.BACKEND_OF_WHEEL[wheel] not in installed:
             reasons.append(f"{device}: {platforms.install_command(wheel)}")

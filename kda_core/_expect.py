@@ -30,19 +30,17 @@ def names_of(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-def expect_tensor(
-    name: str, t: Any, dtypes: Sequence[torch.dtype], device: torch.device | None = None, why: str = ""
-) -> None:
+def tensor(name: str, t: Any, dtypes: Sequence[torch.dtype], device: torch.device | None = None, why: str = "") -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
-    expect_dense(name, t)
+    dense(name, t)
     if t.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names_of(dtypes)}{why}, got {names_of((t.dtype,))}")
     if device is not None and t.device != device:
         fail(name, f"a tensor on {device}, where q is", f"one on {t.device}")
 
 
-def expect_dense(name: str, t: Tensor) -> None:
+def dense(name: str, t: Tensor) -> None:
     if t.is_nested:
         hint = " (pack its sequences one behind the other, with cu_seqlens)" if name in DATA else ""
         raise TypeError(f"{name}: expected a dense (strided) tensor, got a nested one with layout {t.layout}{hint}")
@@ -62,23 +60,29 @@ def expect_dense(name: str, t: Tensor) -> None:
         raise TypeError(f"{name}: expected a dense (strided) tensor, got a masked one")
 
 
-def expect_shape(name: str, t: Tensor, expected: tuple[int, ...], symbols: str) -> None:
+def shape(name: str, t: Tensor, expected: tuple[int, ...], symbols: str) -> None:
     if tuple(t.shape) != expected:
         fail(name, f"shape {symbols} = {list(expected)}", shape_of(t))
 
 
-def expect_flag(name: str, value: Any) -> None:
+def flag(name: str, value: Any) -> None:
     """Raise unless ``value`` is a bool: an option that merely counts as true or false may be another argument's."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
-def expect_int(name: str, value: Any) -> None:
+def integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
 
 
-def expect_number(name: str, value: Any) -> None:
+def int64(name: str, value: Any) -> None:
+    integer(name, value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail(name, "a number of 64 bits", f"{value}")
+
+
+def number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
 
@@ -94,7 +98,7 @@ def normal_range(dtype: torch.dtype) -> str:
     return f"of a size from {limits.tiny:.2g} to {limits.max:.2g}, as {names_of((dtype,))} holds it"
 
 
-def expect_no_overlap(name: str, t: Tensor) -> None:
+def no_overlap(name: str, t: Tensor) -> None:
     """Refuse a tensor as a place to write to where elements share memory."""
     for size, stride in zip(t.shape, t.stride(), strict=True):
         if size > 1 and stride == 0:
@@ -103,7 +107,7 @@ def expect_no_overlap(name: str, t: Tensor) -> None:
         fail(name, "memory of its own for every element", f"overlapping ones with strides {tuple(t.stride())}")
 
 
-def expect_own_memory(tensors: Mapping[str, Any], written: Iterable[str]) -> None:
+def own_memory(tensors: Mapping[str, Any], written: Iterable[str]) -> None:
     """Refuse arguments that are written to and share memory with another one; those that are no tensors are passed."""
     others = {n: (t, b := t.data_ptr(), b + extent(t)) for n, t in tensors.items() if type(t) in (Tensor, Parameter)}
     for name in written:
@@ -116,11 +120,11 @@ def expect_own_memory(tensors: Mapping[str, Any], written: Iterable[str]) -> Non
                 fail(name, "memory of its own", f"the memory of {other}" if same else f"memory that {other} overlaps")
 
 
-def expect_rows(name: str, t: Tensor) -> None:
+def rows(name: str, t: Tensor) -> None:
     """Refuse a tensor as a place to write to unless its last dimension is contiguous and no elements share memory."""
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         fail(name, "a contiguous last dimension", f"strides {tuple(t.stride())}")
-    expect_no_overlap(name, t)
+    no_overlap(name, t)
 
 
 def state_dtypes(r: Request) -> tuple[torch.dtype, ...]:

@@ -33,21 +33,10 @@ def explain(*args: Any, op: str = "chunk_kda", **kwargs: Any) -> Explanation:
 
 
 def plan(*args: Any, op: str = "chunk_kda", chip: str | None = None, **kwargs: Any) -> tuple[CallPlan, ...]:
-    """Say what a call would allocate and launch; runs nothing.
+    """Say what a call would allocate and launch, in its forward and in the backward that it may have; runs nothing.
 
-    Args:
-        *args: the arguments of the call, as the function ``op`` takes them.
-        **kwargs: those that are given by name.
-        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
-        chip: name of the chip to plan for, such as "sm_90"; None: the device of the arguments. Needs ``backend=``.
-
-    Returns:
-        The plan of the forward and, where an argument requires a gradient, of the backward.
-
-    Raises:
-        ValueError, TypeError: the arguments are wrong, as in the call itself, or the chip is not known.
-        UnsupportedCall: no backend serves the call, or the one that does makes no plans.
-        BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
+    Arguments and errors are those of ``explain``, and UnsupportedCall where no backend serves the call or makes plans.
+    ``chip``: name of the chip to plan for, such as "sm_90", beside ``backend``; None: the device of the arguments.
     """
     if chip is not None and not isinstance(chip, str):
         raise TypeError(f"chip: expected the name of a chip or None, got {type(chip).__name__}")
@@ -93,9 +82,7 @@ def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     The values of tensors are not read: a call that is supported still raises for a wrong slot or boundary.
 
     Args:
-        op: "chunk_kda", "fused_recurrent_kda" or "kda_gate".
-        *args: the arguments of the call, as the function ``op`` takes them.
-        **kwargs: those that are given by name.
+        op, *args, **kwargs: as of ``explain``.
 
     Returns:
         ``(True, "")``, or False and the text of the error that the call would raise: wrong arguments (ValueError,

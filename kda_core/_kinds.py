@@ -84,7 +84,7 @@ class Repeated(Kind):
         # In the order in which a first call saves them.
         first = [names.index(n) for n in OPERATORS[r.op].tensors if n in names]
         places = first + [i for i in range(len(names)) if i not in first]
-        self.same = Same.of(values, places)
+        self.same = Same(values, places)
         tensors = self.same.tensors(values)
         super().__init__(r, tuple([names[i] for i in places if isinstance(values[i], Tensor)]), tensors)
         self.backend, self.asked, self.strides = backend, asked, [t.stride() for t in tensors]
@@ -113,7 +113,7 @@ def note(
     names: tuple[str, ...], choose: Callable[[], Any],
 ) -> None:  # fmt: skip
     """Keep a call with its signature, and as the last one of its function; arguments as of ``Repeated``."""
-    kinds = r.memo.setdefault(Repeated, [])
+    kinds = r.memo[Repeated]
     known = next((k for k in kinds if k.asked == asked and k.same(values) is not None), None)
     if known is None and len(kinds) < MOST_LAYOUTS:
         known = Repeated(choose(), asked, r, values, names)

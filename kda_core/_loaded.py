@@ -10,9 +10,9 @@ import pluggy
 import torch
 from torch import Tensor
 
-from kda_core import _ranges, _results
+from kda_core import _results
 from kda_core._ledger import said_by
-from kda_core._schemas import OPERATORS, Operator
+from kda_core._schemas import NAMESPACE, OPERATORS, Operator
 from kda_core._torch_private import profiling
 from kda_core.capabilities import Available, BackendInfo, Unavailable
 from kda_core.errors import ContractViolation
@@ -27,6 +27,26 @@ from kda_core.request import (
     Request,
     TensorSpec,
 )
+
+ROWS = {
+    hook: f"{NAMESPACE}::{row.op}{direction}"
+    for row in OPERATORS.values()
+    for hook, direction in zip(row.hooks, ("", "_backward"), strict=False)
+}
+"""Hooks that compute, by the names of their rows in profilers."""
+
+DEFAULT_ELEMENTS = 2**26
+"""At K = V = 128 one head over 4,096 tokens: seconds of a core, and half a gigabyte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckSettings:
+    """The arguments of ``checked_calls``, for the kit."""
+
+    warn: bool = False
+    dump: str | None = None
+    elements: int = DEFAULT_ELEMENTS
+
 
 watch: Callable[[Backend, str, Callable[..., Any]], Callable[..., Any]] | None = None
 """Wraps the hooks of all backends while calls are checked: (backend, hook, caller) -> caller."""
@@ -68,8 +88,9 @@ class Backend:
         caller = self._callers.get(hook)
         if caller is None:
             caller = self._callers[hook] = self._caller(hook)
-        if profiling._is_profiler_enabled:
-            answer = _ranges.call_within_range(caller, self.info.name, hook, request)
+        if profiling._is_profiler_enabled and hook in ROWS:
+            with profiling.record_function(row_name(self.info.name, hook, request)):
+                answer = caller(request=request)
         else:
             answer = caller(request=request)
         if answer is None:
@@ -168,6 +189,23 @@ class Backend:
         if not isinstance(request, GateRequest):
             found += _limit_refusals(request, self.info)
         return "; ".join(found) or None
+
+
+def row_name(backend: str, hook: str, request: Any) -> str:
+    """The row of a backend's work in profilers, e.g. ``kda_core::chunk_kda (cpu) [1, 2048, 8, 128]``.
+
+    It lies within the row of the operator or autograd function (``kda_core::chunk_kda``) and contains those of the
+    kernels. It has the shape of q; of v too where that differs; the number of packed sequences.
+    """
+    if not isinstance(request, Request):
+        first = request.g if isinstance(request, GateRequest) else request.records
+        return f"{ROWS[hook]} ({backend}) {list(first.shape)}"
+    shapes = str(list(request.q.shape))
+    if request.v.shape != request.q.shape:
+        shapes += f", v {list(request.v.shape)}"
+    if request.cu_seqlens is not None:
+        shapes += f", {request.N} sequences"
+    return f"{ROWS[hook]} ({backend}) {shapes}"
 
 
 def _limit_refusals(r: Request | CommitRequest, info: BackendInfo) -> Iterator[str]:

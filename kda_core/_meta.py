@@ -41,11 +41,6 @@ def empty_results(r: Request, chunks: Callable[[Request], int | torch.SymInt] = 
     return ForwardResult(empty_o(r) if r.out is None else r.out, final_state, h)
 
 
-def empty_decay(r: GateRequest) -> Tensor:
-    """The result of ``kda_gate``, with any content."""
-    return r.g.new_empty(r.g.shape, dtype=r.output_dtype)
-
-
 class MetaBackend(Backend):
     """Serves calls on meta tensors; no user can name it."""
 
@@ -76,7 +71,7 @@ class MetaBackend(Backend):
         return request.pool
 
     def kda_core_gate_forward(self, request: GateRequest) -> Tensor:
-        return empty_decay(request)
+        return request.g.new_empty(request.g.shape, dtype=request.output_dtype)
 
 
 META = MetaBackend()

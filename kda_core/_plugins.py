@@ -17,19 +17,20 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pluggy
+import torch
 
 from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core._kinds import Repeated
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
-from kda_core._signature import Asked, Like, is_plain, signature
+from kda_core._signature import Same, signature
 from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.reference import ReferenceBackend
-from kda_core.request import AnyRequest, GateRequest, Request
+from kda_core.request import AnyRequest
 
 ENVIRONMENT_VARIABLE = "KDA_BACKEND"
 
@@ -57,12 +58,10 @@ class Registry:
         self._ledger: list[LedgerEntry] = []
         # By signature, the backend (or why none serves the call) and the calls' memo.
         self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
-        # By operator, a fast match with the last call, and its choice.
-        self._latest: dict[str, tuple[Like, tuple[Backend | str, dict]]] = {}
         # By public function, its last calls that may be repeated.
         self.repeated: dict[str, tuple[Repeated, ...]] = {}
-        # Answers of ``supports``, by ``_question``.
-        self._asked: dict[tuple, Asked] = {}
+        # By ``_question``, a match with the last question, the rest of it, and the answer of ``supports``.
+        self._asked: dict[tuple, tuple[Same, tuple, tuple[bool, str]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -94,22 +93,21 @@ class Registry:
         self._forget_choices()
 
     def _load_entry_point(self, entry_point: EntryPoint) -> None:
-        dist = entry_point.dist
+        dist, name = entry_point.dist, entry_point.name
         distribution = f"{dist.name} {dist.version}" if dist else ""
+        state: State = "incompatible"
         reason = mismatch(entry_point, self._core)
-        if reason is not None:
-            self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "incompatible", reason))
-            return
         try:
-            plugin = entry_point.load()
+            plugin = None if reason else entry_point.load()
         except KeyboardInterrupt:
             raise
         # A wheel may fail to import in any way, and must not take the others down; the ledger keeps its reason.
         except BaseException as error:
-            reason = f"import failed: {said_by(error)}"
-            self._ledger.append(LedgerEntry(entry_point.name, distribution, entry_point.value, "broken", reason))
-            return
-        self.register(plugin, fallback_name=entry_point.name, distribution=distribution, entry_point=entry_point.value)
+            state, reason = "broken", f"import failed: {said_by(error)}"
+        if reason is None:
+            self.register(plugin, fallback_name=name, distribution=distribution, entry_point=entry_point.value)
+        else:
+            self._ledger.append(LedgerEntry(name, distribution, entry_point.value, state, reason))
 
     def register(
         self, plugin: object, *, fallback_name: str = "", distribution: str = "", entry_point: str = ""
@@ -176,7 +174,6 @@ class Registry:
             self._forget_choices()
 
     def _forget_choices(self) -> None:
-        self._latest.clear()
         self.repeated.clear()
         self._choices.clear()
         self._asked.clear()
@@ -200,11 +197,8 @@ class Registry:
     def backends(self) -> tuple[Backend, ...]:
         """Loaded backends, best priority first; those that serve only when named come last."""
         self.load()
-
-        def order(b: Backend) -> tuple:
-            return (b.info.priority is None, -(b.info.priority or 0), b.info.name)
-
-        return tuple(sorted(self._backends.values(), key=order))
+        cards = [(b.info.priority is None, -(b.info.priority or 0), b.info.name) for b in self._backends.values()]
+        return tuple(self._backends[name] for *_, name in sorted(cards))
 
     @property
     def ledger(self) -> tuple[LedgerEntry, ...]:
@@ -259,16 +253,18 @@ class Registry:
         """
         backend = self._backend_of(request, name)
         if _checks.has_values(request):
-            _check_values(request)
+            _checks.check_values(request)  # type: ignore[arg-type]
         return backend
 
     def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
         """The answer of ``supports`` to the arguments of a call, if it was asked the same before."""
         try:
-            asked = self._asked.get(_question(op, args, kwargs))
+            same, rest, answer = self._asked[_question(op, args, kwargs)]
         except (AttributeError, KeyError, RuntimeError, TypeError):  # wrong arguments, or a nested tensor
             return None
-        return asked.answer if asked is not None and asked(args, kwargs, name) else None
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        known = rest == (len(values), name, torch.is_grad_enabled()) and same(values) is not None
+        return answer if known else None
 
     def supports(self, request: AnyRequest, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str]:
         """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read.
@@ -281,30 +277,24 @@ class Registry:
             answer = True, ""
         except UnsupportedCall as error:
             answer = False, str(error)
-        asked = Asked(args, kwargs, name, answer)
-        if asked.can_match:
-            self._asked[_question(request.op, args, kwargs)] = asked
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        same = Same(values, values)
+        if same.can_match:
+            rest = len(values), name, torch.is_grad_enabled()
+            self._asked[_question(request.op, args, kwargs)] = same, rest, answer
         return answer
 
     def _backend_of(self, request: AnyRequest, name: str | None) -> Backend:
-        latest = self._latest.get(request.op)
-        if latest is not None and latest[0](request, name):
-            backend, memo = latest[1]
-        else:
-            key = signature(request, name)
-            if key is None:
-                return self._chosen_anew(request, name, None)
-            try:
-                found = self._choices.get(key)
-            except TypeError:  # an option that has no hash
-                return self._chosen_anew(request, name, None)
-            if found is None:
-                return self._chosen_anew(request, name, key)
-            backend, memo = found
-            like = memo.get(Like)
-            if like is None:
-                like = memo[Like] = Like(request, name)
-            self._latest[request.op] = like, found
+        key = signature(request, name)
+        try:
+            found = None if key is None else self._choices.get(key)
+        except TypeError:  # an option that has no hash
+            key = found = None
+        if found is None:
+            return self._chosen_anew(request, name, key)
+        backend, memo = found
+        # A first call pays for nothing more.
+        memo.setdefault(Repeated, [])
         if isinstance(backend, str):
             raise UnsupportedCall(backend)
         request.__dict__["memo"] = memo
@@ -312,8 +302,7 @@ class Registry:
 
     def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
         """The backend of a call with a new signature, or without one (``key`` is None)."""
-        # A call with a signature has no tensor with a sign of its own.
-        if _checks.convert_scalars(request) | (key is None and _checks.resolve_signs(request)):
+        if _checks.convert_scalars(request) | _checks.resolve_signs(request):
             return self._backend_of(request, name)
         self.load()
         _checks.check(request)
@@ -352,7 +341,8 @@ class Registry:
         _checks.convert_scalars(request)
         self.load()
         _checks.check(request)
-        _check_values(request)
+        if _checks.has_values(request):
+            _checks.check_values(request)  # type: ignore[arg-type]
         verdicts = tuple(verdict for verdict, _ in self._verdicts(request, name, self.backends))
         chosen = next((v.backend for v in verdicts if v.status == "chosen"), None)
         return Explanation(request.op, chosen, verdicts)
@@ -412,13 +402,6 @@ def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: boo
 def _question(op: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """A key that tells questions apart well; g is an argument of every function."""
     return op, (args[0] if args else kwargs["g"]).shape
-
-
-def _check_values(request: AnyRequest) -> None:
-    """Check the values of index tensors; fake tensors have none."""
-    first = request.q if isinstance(request, Request) else getattr(request, "pool", None)
-    if is_plain(first) and not isinstance(request, GateRequest):
-        _checks.check_values(request)
 
 
 registry = Registry()

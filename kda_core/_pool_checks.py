@@ -1,28 +1,19 @@
-"""The checks of a pool's arguments: which slots are read and written, by metadata and by values."""
+"""The checks of a pool's arguments: which slots are read and written, by metadata and by values.
+
+The oracle in ``kda_core.reference`` has a rule of its own for them.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kda_core._expect import (
-    INDEX_DTYPES,
-    STATE_DTYPES,
-    expect_flag,
-    expect_int,
-    expect_no_overlap,
-    expect_own_memory,
-    expect_rows,
-    expect_shape,
-    expect_tensor,
-    fail,
-    shape_of,
-    state_dtypes,
-)
-from kda_core._pool_slots import PoolSlots, slot_rows
+from kda_core import _expect as expect
+from kda_core._expect import INDEX_DTYPES, STATE_DTYPES, fail, shape_of, state_dtypes
 from kda_core.request import CommitRequest, Request
 
 CHECKPOINT_ROWS = 16
@@ -32,21 +23,57 @@ MOST_NODES = 64
 """Tokens of a tree: a kernel keeps the ancestors of one in the bits of a number."""
 
 
-def check_pad_slot_id(value: int) -> None:
-    _expect_int64("pad_slot_id", value)
+def slot_rows(table: Tensor | None, N: int, pad_slot_id: int) -> list[list[int]]:
+    """[N][W] slots of a table [N] or [N, W], -1 where one is to be skipped; without a table row n is slot n."""
+    if table is None or not N:
+        return [[n] for n in range(N)]
+    return [[-1 if slot < 0 or slot == pad_slot_id else slot for slot in row] for row in table.reshape(N, -1).tolist()]
 
 
-def _expect_int64(name: str, value: int) -> None:
-    expect_int(name, value)
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        fail(name, "a number of 64 bits", f"{value}")
+@dataclass(frozen=True)
+class PoolSlots:
+    """The slots of a call whose index tensors are on the CPU, by sequence; -1: none.
+
+    Attributes:
+        start: [N] slot that a sequence starts from; -1: it is skipped.
+        read: [N] the same, and -1 where a sequence starts from zero.
+        written: [N][W] slots of ``written_states`` for every token, or for the last one.
+        checkpoints: [N][M] slots of ``checkpoint_states``.
+    """
+
+    start: list[int]
+    read: list[int]
+    written: list[list[int]]
+    checkpoints: list[list[int]]
+
+    @classmethod
+    def of(cls, r: Request, lengths: list[int]) -> PoolSlots:
+        """``lengths``: tokens of every sequence. Counts of accepted tokens must be right."""
+        rows = slot_rows(r.ssm_state_indices, r.N, r.pad_slot_id)
+        counts = [1] * r.N if r.num_accepted_tokens is None else r.num_accepted_tokens.tolist()
+        start = [row[count - 1] for row, count in zip(rows, counts, strict=True)]
+        given = [True] * r.N if r.has_initial_state is None else r.has_initial_state.tolist()
+
+        def reached(table: Tensor | None, every: int) -> list[list[int]]:
+            """The slots of the table's columns that a sequence has tokens for, ``every`` so many one."""
+            slots = zip(slot_rows(table, r.N, r.pad_slot_id), start, lengths, strict=True)
+            ends = [(row, 0 if first < 0 else length // every) for row, first, length in slots]
+            return [[*row[:end], *[-1] * (len(row) - end)] for row, end in ends]
+
+        nothing: list[list[int]] = [[] for _ in range(r.N)]
+        return cls(
+            start,
+            [slot if known else -1 for slot, known in zip(start, given, strict=True)],
+            [[-1] * len(row) for row in rows] if r.written_states is None else reached(r.written_slots, 1),
+            nothing if r.checkpoint_states is None else reached(r.checkpoint_indices, r.checkpoint_every),
+        )
 
 
 def check_slots(r: Request) -> None:
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     _check_reads_and_writes(r)
     _check_records(r)
-    check_pad_slot_id(r.pad_slot_id)
+    expect.int64("pad_slot_id", r.pad_slot_id)
     if indices is None:
         if accepted is not None:
             fail("num_accepted_tokens", "ssm_state_indices [N, 1+S] beside it", "ssm_state_indices=None")
@@ -58,15 +85,15 @@ def check_slots(r: Request) -> None:
         name = "ssm_state_indices" if r.final_state_indices is None else "final_state_indices"
         fail(name, f"a slot for each of the T = {r.T} tokens", shape_of(r.written_slots))  # type: ignore[arg-type]
     if accepted is not None:
-        expect_tensor("num_accepted_tokens", accepted, INDEX_DTYPES, r.device)
-        expect_shape("num_accepted_tokens", accepted, (r.N,), "[N]")
+        expect.tensor("num_accepted_tokens", accepted, INDEX_DTYPES, r.device)
+        expect.shape("num_accepted_tokens", accepted, (r.N,), "[N]")
         if indices.dim() != 2:
             fail("ssm_state_indices", "shape [N, 1+S] beside num_accepted_tokens", shape_of(indices))
 
 
 def _check_table(name: str, table: Tensor, r: Request) -> None:
     """Check a table of slots, by its metadata."""
-    expect_tensor(name, table, INDEX_DTYPES, r.device)
+    expect.tensor(name, table, INDEX_DTYPES, r.device)
     widths = "[N] or [N, 1]" if r.op == "chunk_kda" else "[N] or [N, 1+S]"
     if table.dim() not in (1, 2) or table.shape[0] != r.N or (table.dim() == 2 and table.shape[1] < 1):
         fail(name, f"shape {widths} with N = {r.N}", shape_of(table))
@@ -80,13 +107,14 @@ def _check_reads_and_writes(r: Request) -> None:
     given = {
         "has_initial_state": fresh is not None, "update_state=False": not r.update_state,
         "final_state_indices": indices is not None, "checkpoint_indices": r.checkpoint_indices is not None,
+        "records": r.records is not None,
     }  # fmt: skip
     for name, used in given.items():
         if used and r.ssm_state_indices is None:
             fail("ssm_state_indices", f"slots of a pool beside {name}", "None")
     if fresh is not None:
-        expect_tensor("has_initial_state", fresh, (torch.bool,), r.device)
-        expect_shape("has_initial_state", fresh, (r.N,), "[N]")
+        expect.tensor("has_initial_state", fresh, (torch.bool,), r.device)
+        expect.shape("has_initial_state", fresh, (r.N,), "[N]")
     if not r.update_state and (r.output_final_state or indices is not None):
         name, expected = ("final_state_indices", "None") if indices is not None else ("output_final_state", "False")
         fail(name, f"{expected} beside update_state=False, which computes no final states", "one")
@@ -101,11 +129,11 @@ def _check_reads_and_writes(r: Request) -> None:
 
 def _check_pool(name: str, pool: Tensor, r: Request) -> None:
     """Check a pool that is written, by its metadata."""
-    expect_tensor(name, pool, state_dtypes(r), r.device)
+    expect.tensor(name, pool, state_dtypes(r), r.device)
     if pool.dim() != 4 or tuple(pool.shape[1:]) != r.state_shape[1:]:
         expected = ", ".join(map(str, r.state_shape[1:]))
         fail(name, f"shape [slots, {expected}], as initial_state", shape_of(pool))
-    expect_no_overlap(name, pool)
+    expect.no_overlap(name, pool)
 
 
 def _check_records(r: Request) -> None:
@@ -114,13 +142,11 @@ def _check_records(r: Request) -> None:
         _check_tree(r)
     if r.records is None:
         return
-    if r.ssm_state_indices is None:
-        fail("ssm_state_indices", "slots of a pool beside records", "None")
     if r.update_state:
         fail("update_state", "False beside records, which are committed later", "True")
-    expect_tensor("records", r.records, (r.compute_dtype,), r.device)
-    expect_shape("records", r.records, (r.B, r.T, r.HV, 2 * r.K + r.V), "[B, T, HV, 2K + V]")
-    expect_rows("records", r.records)
+    expect.tensor("records", r.records, (r.compute_dtype,), r.device)
+    expect.shape("records", r.records, (r.B, r.T, r.HV, 2 * r.K + r.V), "[B, T, HV, 2K + V]")
+    expect.rows("records", r.records)
 
 
 def _check_tree(r: Request) -> None:
@@ -128,8 +154,8 @@ def _check_tree(r: Request) -> None:
         fail("records", "a tensor beside parents", "None")
     if r.cu_seqlens is not None:
         fail("cu_seqlens", "None beside parents, whose trees are dense", "a tensor")
-    expect_tensor("parents", r.parents, INDEX_DTYPES, r.device)
-    expect_shape("parents", r.parents, (r.B, r.T), "[N, T]")  # type: ignore[arg-type]
+    expect.tensor("parents", r.parents, INDEX_DTYPES, r.device)
+    expect.shape("parents", r.parents, (r.B, r.T), "[N, T]")  # type: ignore[arg-type]
     if r.T > MOST_NODES:
         fail("parents", f"trees of at most {MOST_NODES} tokens", f"T = {r.T}")
 
@@ -147,12 +173,12 @@ def _check_commit(r: Request) -> None:
             fail(name, "a tensor beside commit", "None")
     if r.cu_seqlens is not None:
         fail("cu_seqlens", "None beside commit, whose records are dense (commit_kda takes packed ones)", "a tensor")
-    expect_tensor("num_committed", r.num_committed, INDEX_DTYPES, r.device)
-    expect_shape("num_committed", r.num_committed, (r.N,), "[N]")  # type: ignore[arg-type]
-    expect_tensor("commit", r.commit, (r.compute_dtype,), r.device)
+    expect.tensor("num_committed", r.num_committed, INDEX_DTYPES, r.device)
+    expect.shape("num_committed", r.num_committed, (r.N,), "[N]")  # type: ignore[arg-type]
+    expect.tensor("commit", r.commit, (r.compute_dtype,), r.device)
     if r.commit.dim() != 4 or (r.commit.shape[0], *r.commit.shape[2:]) != (r.N, r.HV, 2 * r.K + r.V):
         fail("commit", f"shape [N, T', HV, 2K + V] = [{r.N}, T', {r.HV}, {2 * r.K + r.V}]", shape_of(r.commit))
-    expect_rows("commit", r.commit)
+    expect.rows("commit", r.commit)
     if r.commit_path is not None:
         _check_path("commit_path", r.commit_path, r.N, r.device)
     slots = r.ssm_state_indices
@@ -161,35 +187,35 @@ def _check_commit(r: Request) -> None:
 
 
 def _check_path(name: str, path: Tensor, N: int, device: torch.device) -> None:
-    expect_tensor(name, path, INDEX_DTYPES, device)
+    expect.tensor(name, path, INDEX_DTYPES, device)
     if path.dim() != 2 or path.shape[0] != N or path.shape[1] < 1:
         fail(name, f"shape [N, M] with N = {N}", shape_of(path))
 
 
 def check_commit(r: CommitRequest) -> None:
     """The checks of ``commit_kda``, by metadata."""
-    expect_flag("state_v_first", r.state_v_first)
-    check_pad_slot_id(r.pad_slot_id)
-    expect_tensor("pool", r.pool, (*STATE_DTYPES, torch.float64))
+    expect.flag("state_v_first", r.state_v_first)
+    expect.int64("pad_slot_id", r.pad_slot_id)
+    expect.tensor("pool", r.pool, (*STATE_DTYPES, torch.float64))
     if r.pool.dim() != 4:
         fail("pool", f"shape [slots, HV, {'V, K' if r.state_v_first else 'K, V'}]", shape_of(r.pool))
-    expect_no_overlap("pool", r.pool)
-    expect_tensor("records", r.records, (torch.float32, torch.float64), r.device)
+    expect.no_overlap("pool", r.pool)
+    expect.tensor("records", r.records, (torch.float32, torch.float64), r.device)
     if r.records.dim() != 4 or tuple(r.records.shape[2:]) != (r.HV, 2 * r.K + r.V):
         expected = f"shape [B, T, HV, 2K + V] = [B, T, {r.HV}, {2 * r.K + r.V}] beside this pool"
         fail("records", expected, shape_of(r.records))
-    expect_rows("records", r.records)
+    expect.rows("records", r.records)
     if r.pool.dtype == torch.float64 and r.records.dtype != torch.float64:
         raise TypeError("records: expected dtype float64, as the pool has, got float32")
     if r.cu_seqlens is not None:
-        expect_tensor("cu_seqlens", r.cu_seqlens, INDEX_DTYPES, r.device)
+        expect.tensor("cu_seqlens", r.cu_seqlens, INDEX_DTYPES, r.device)
         if r.cu_seqlens.dim() != 1 or r.cu_seqlens.shape[0] < 1:
             fail("cu_seqlens", "shape [N+1]", shape_of(r.cu_seqlens))
         if r.records.shape[0] != 1:
             fail("records", "B = 1 with cu_seqlens", shape_of(r.records))
     for name in ("num_accepted", "state_indices"):
-        expect_tensor(name, getattr(r, name), INDEX_DTYPES, r.device)
-        expect_shape(name, getattr(r, name), (r.N,), "[N]")
+        expect.tensor(name, getattr(r, name), INDEX_DTYPES, r.device)
+        expect.shape(name, getattr(r, name), (r.N,), "[N]")
     if r.path is not None:
         _check_path("path", r.path, r.N, r.device)
 
@@ -220,20 +246,20 @@ def check_commit_values(
         if not all(0 <= token < length for token in taken):
             fail(path, f"tokens from 0 to {length - 1} of sequence {n}", f"{taken}")
     if r.memo is None or check_commit_values not in r.memo:
-        expect_own_memory(vars(r), r.written)
+        expect.own_memory(vars(r), r.written)
         if r.memo is not None:
             r.memo[check_commit_values] = True
 
 
 def _check_checkpoints(r: Request) -> None:
     indices, every = r.checkpoint_indices, r.checkpoint_every
-    _expect_int64("checkpoint_every", every)
+    expect.int64("checkpoint_every", every)
     if indices is None:
         for name, used in (("checkpoint_every", every != 0), ("checkpoint_pool", r.checkpoint_pool is not None)):
             if used:
                 fail("checkpoint_indices", f"slots [N, M] beside {name}", "None")
         return
-    expect_tensor("checkpoint_indices", indices, INDEX_DTYPES, r.device)
+    expect.tensor("checkpoint_indices", indices, INDEX_DTYPES, r.device)
     if indices.dim() != 2 or indices.shape[0] != r.N:
         fail("checkpoint_indices", f"shape [N, M] with N = {r.N}", shape_of(indices))
     least, beside = CHECKPOINT_ROWS, ""

@@ -114,7 +114,20 @@ def features_of_sizes(K: int, V: int) -> Iterator[Feature]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ShortConvolutionRequest:
+class LayerCall:
+    """The common part of calls around the operator in a layer; x decides on device and dtype."""
+
+    x: Tensor
+    needs_grad: frozenset[str] = frozenset()
+    memo: dict[Any, Any] | None = field(default=None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShortConvolutionRequest(LayerCall):
     """One checked call of ``kda_core.nn.short_convolution``, forward or backward. D channels, W taps.
 
     Attributes:
@@ -133,7 +146,6 @@ class ShortConvolutionRequest:
         memo: as in ``Request``.
     """
 
-    x: Tensor
     weight: Tensor
     bias: Tensor | None = None
     initial_state: Tensor | None = None
@@ -146,16 +158,10 @@ class ShortConvolutionRequest:
     grad_second: Tensor | None = None
     grad_third: Tensor | None = None
     grad_final_state: Tensor | None = None
-    needs_grad: frozenset[str] = frozenset()
-    memo: dict[Any, Any] | None = field(default=None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class GatedNormRequest:
+class GatedNormRequest(LayerCall):
     """One checked call of ``kda_core.nn.gated_rms_norm``, forward or backward.
 
     Attributes:
@@ -167,17 +173,10 @@ class GatedNormRequest:
         memo: as in ``Request``.
     """
 
-    x: Tensor
     gate: Tensor
     weight: Tensor
     eps: float
     grad_output: Tensor | None = None
-    needs_grad: frozenset[str] = frozenset()
-    memo: dict[Any, Any] | None = field(default=None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
 
 class Begun(NamedTuple):

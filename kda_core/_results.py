@@ -54,16 +54,14 @@ def _check_call(backend: str, r: Request, result: Any) -> None:
     _expect(backend, "o", result.o, (r.B, r.T, r.HV, r.V), r.q.dtype, r.device)
     if r.out is not None and result.o is not r.out:
         raise ContractViolation(f"backend {backend!r} returned another tensor as o, expected the call's out")
-    if r.output_final_state and not r.inplace_final_state:
-        shape = _of_sequences(r, *r.state_shape[2:])
-        _expect(backend, "final_state", result.final_state, shape, r.state_dtype, r.device)
-    elif result.final_state is not None:
-        _fail(backend, "final_state", "None, because the call asks for none", result.final_state)
-    if r.return_intermediate_states:
-        shape = (r.B, chunks_of(r), *r.state_shape[1:])
-        _expect(backend, "h", result.h, shape, r.h_dtype, r.device)
-    elif result.h is not None:
-        _fail(backend, "h", "None, because the call asks for none", result.h)
+    has_final = r.output_final_state and not r.inplace_final_state
+    final = (_of_sequences(r, *r.state_shape[2:]), r.state_dtype) if has_final else None
+    h = ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype) if r.return_intermediate_states else None
+    for name, found, expected in (("final_state", result.final_state, final), ("h", result.h, h)):
+        if expected is not None:
+            _expect(backend, name, found, *expected, r.device)
+        elif found is not None:
+            _fail(backend, name, "None, because the call asks for none", found)
 
 
 def _of_sequences(r: Request, *last: int) -> tuple[int, ...]:

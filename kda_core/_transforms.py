@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from kda_core import _autograd
+from kda_core import _torch_private as private
 from kda_core._schemas import NAMESPACE, Operator, Schema
-from kda_core._torch_private import (
-    cat,
-    in_functionalize,
-    is_tracking_gradient,
-    is_wrapped,
-    outside_of_transforms,
-    unwrapped,
-)
 from kda_core.errors import NO_FORWARD_MODE
 from kda_core.request import GateRequest
 
@@ -77,7 +70,7 @@ class _Samples:
         else:
             t = t.movedim(dim, at)
             if self._none:
-                t = cat([t, t.new_zeros(*t.shape[:at], 1, *t.shape[at + 1 :])], at)
+                t = private.cat([t, t.new_zeros(*t.shape[:at], 1, *t.shape[at + 1 :])], at)
         return t if self._stacked else t.flatten(at, at + 1)
 
     def place(self, name: str) -> int:
@@ -164,9 +157,9 @@ def _requires_gradient(t: Any) -> bool:
     while isinstance(t, Tensor):
         if t.requires_grad:
             return True
-        if not is_wrapped(t):
+        if not private.is_wrapped(t):
             return False
-        t = unwrapped(t)
+        t = private.unwrapped(t)
     return False
 
 
@@ -180,23 +173,23 @@ def functional(row: Operator, values: dict[str, Any]) -> Any:
                 "return_intermediate_states: expected no gradient to be needed (it is not differentiable; call it "
                 "under torch.no_grad()), got an input that a transform differentiates"
             )
-    done, result = in_functionalize(_operator(row.functional), tuple(values.values()))
+    done, result = private.in_functionalize(_operator(row.functional), tuple(values.values()))
     return result if done else _functions(row)[0].apply(*values.values())
 
 
 def backward(row: Operator, values: dict[str, Any]) -> tuple[Tensor, ...]:
     """The same of a backward operator."""
     values["needs"] = values["needs"] or [values[n] is not None for n in row.differentiable]
-    done, result = in_functionalize(_operator(row.backward), tuple(values.values()))
+    done, result = private.in_functionalize(_operator(row.backward), tuple(values.values()))
     return result if done else _functions(row)[1].apply(*values.values())
 
 
 def _constant(t: Any) -> Any:
     """The tensor inside wrappers of ``grad`` that do not follow it; None if a transform changes it."""
-    while isinstance(t, Tensor) and is_wrapped(t):
-        if t.requires_grad or not is_tracking_gradient(t):
+    while isinstance(t, Tensor) and private.is_wrapped(t):
+        if t.requires_grad or not private.is_tracking_gradient(t):
             return None
-        t = unwrapped(t)
+        t = private.unwrapped(t)
     return t
 
 
@@ -210,5 +203,5 @@ def writing(row: Operator, values: dict[str, Any]) -> tuple[Tensor, ...]:
             f"{name}: expected no torch.func transform (grad, vmap, ...) of a call that writes to its caller's "
             f"memory; call {row.op} outside of the transform, or without {name}"
         )
-    with outside_of_transforms():
+    with private.outside_of_transforms():
         return _operator(row.writing)(*constants.values())

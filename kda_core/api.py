@@ -8,12 +8,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from kda_core import _autograd, _checks, _ops, _plugins
+from kda_core import _autograd, _checks, _expect, _ops, _plugins
 from kda_core._bind import bind, is_sharded
-from kda_core._kinds import note, to_front, with_kind
+from kda_core._kinds import Repeated, note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
-from kda_core._signature import Like
 from kda_core._torch_private import needs_operator
 from kda_core.request import GateRequest, Request
 
@@ -70,43 +69,19 @@ def chunk_kda(
 
 
 def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context: Any = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
-    ssm_state_indices: Tensor | None = None,
-    pad_slot_id: int = -1,
-    out: Tensor | None = None,
-    backend: str | None = None,
-    has_initial_state: Tensor | None = None,
-    update_state: bool = True,
-    final_state_indices: Tensor | None = None,
-    final_state_pool: Tensor | None = None,
-    intermediate_states_dtype: torch.dtype | None = None,
-    checkpoint_indices: Tensor | None = None,
-    checkpoint_every: int = 0,
-    checkpoint_pool: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, ssm_state_indices: Tensor | None = None,
+    pad_slot_id: int = -1, out: Tensor | None = None, backend: str | None = None,
+    has_initial_state: Tensor | None = None, update_state: bool = True, final_state_indices: Tensor | None = None,
+    final_state_pool: Tensor | None = None, intermediate_states_dtype: torch.dtype | None = None,
+    checkpoint_indices: Tensor | None = None, checkpoint_every: int = 0, checkpoint_pool: Tensor | None = None,
     batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     r"""Kimi Delta Attention over whole sequences, in chunks: for training and prefill.
 
     Per value head, with state S in R^{K x V}:
@@ -207,40 +182,17 @@ def chunk_kda(
 
 
 def fused_recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    inplace_final_state: bool = False,
-    pad_slot_id: int = -1,
-    out: Tensor | None = None,
-    backend: str | None = None,
-    safe_gate: bool = False,
-    has_initial_state: Tensor | None = None,
-    update_state: bool = True,
-    final_state_indices: Tensor | None = None,
-    final_state_pool: Tensor | None = None,
-    records: Tensor | None = None,
-    commit: Tensor | None = None,
-    num_committed: Tensor | None = None,
-    parents: Tensor | None = None,
-    commit_path: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, lower_bound: float | None = None,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, inplace_final_state: bool = False, pad_slot_id: int = -1,
+    out: Tensor | None = None, backend: str | None = None, safe_gate: bool = False,
+    has_initial_state: Tensor | None = None, update_state: bool = True, final_state_indices: Tensor | None = None,
+    final_state_pool: Tensor | None = None, records: Tensor | None = None, commit: Tensor | None = None,
+    num_committed: Tensor | None = None, parents: Tensor | None = None, commit_path: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     r"""Kimi Delta Attention token by token, with the state kept on chip: for decoding and short sequences.
 
     The same function as ``chunk_kda`` (see there for the equation, the symbols and every argument that is
@@ -292,12 +244,9 @@ def fused_recurrent_kda(
 
 
 def kda_gate(
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
+    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
     backend: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The log decay that ``use_gate_in_kernel`` computes, as a function of its own; differentiable.
 
     ``-exp(A_log) * softplus(g + dt_bias)``, or with ``lower_bound`` b: ``b * sigmoid(exp(A_log) * (g + dt_bias))``.
@@ -320,16 +269,9 @@ def kda_gate(
 
 
 def commit_kda(
-    pool: Tensor,
-    records: Tensor,
-    num_accepted: Tensor,
-    state_indices: Tensor,
-    cu_seqlens: Tensor | None = None,
-    state_v_first: bool = False,
-    pad_slot_id: int = -1,
-    backend: str | None = None,
-    path: Tensor | None = None,
-) -> None:
+    pool: Tensor, records: Tensor, num_accepted: Tensor, state_indices: Tensor, cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False, pad_slot_id: int = -1, backend: str | None = None, path: Tensor | None = None,
+) -> None:  # fmt: skip
     """Advance states of a pool by the accepted tokens of drafts, in one read and one write of each state.
 
     ``S <- D * S + k u^T`` for the first ``num_accepted[n]`` tokens of sequence n (of its path, if the draft was a
@@ -362,14 +304,9 @@ def commit_kda(
 
 
 def empty_records(
-    B: int,
-    T: int,
-    HV: int,
-    K: int,
-    V: int,
-    device: torch.device | str | None = None,
+    B: int, T: int, HV: int, K: int, V: int, device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A buffer for the ``records`` of ``fused_recurrent_kda``, with any content.
 
     It takes ``4 * (2 * K + V)`` bytes a token and value head: 1.5 KiB at K = V = 128, where a float32 state takes 64.
@@ -426,8 +363,7 @@ def call(op: str, given: tuple[Any, ...], backend: str | None, context: Any = No
         arguments = dict(zip(_NAMES[op], given, strict=True))
         r = bind(op, arguments.copy())
         result = call_bound(r, backend, arguments)
-        # A first call pays for nothing more.
-        if r.memo is not None and Like in r.memo:
+        if r.memo is not None and Repeated in r.memo:
             choose: Any = registry.choose
             if context is not None:
                 from kda_core.distributed._call import serving as choose
@@ -484,7 +420,9 @@ def _watched(r: Any, backend: str | None, arguments: dict[str, Any] | None) -> A
     if not compiling:
         # The dispatcher runs before an operator's own checks, and its errors name no argument.
         _checks.convert_scalars(r)
-        _checks.check_kinds(r)
+        for argument, t in vars(r).items():
+            if isinstance(t, Tensor):
+                _expect.dense(argument, t)
         _checks.check(r)
     return _outputs(r, _ops.call(r, name))
 

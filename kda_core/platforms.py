@@ -9,19 +9,8 @@ and budgets take a platform's arithmetic from ``flushed_below``.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    IS_CPU: bool
-    IS_NVIDIA: bool
-    IS_NVIDIA_HOPPER: bool
-    IS_NVIDIA_BLACKWELL: bool
-    IS_AMD: bool
-    IS_AMD_CDNA: bool
-    IS_AMD_RDNA: bool
-    FLUSHES_16BIT_SUBNORMALS: bool
 
 WHEEL_OF_RUNTIME = {"cpu": "kda-core-cpu", "cuda": "kda-core-nvidia", "hip": "kda-core-amd"}
 """Runtime -> distribution of the first-party backend that serves it."""

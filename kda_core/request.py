@@ -18,6 +18,7 @@ from kda_core._requests import (
     STATES,
     CommitRequest,
     GatedNormRequest,
+    LayerCall,
     Remembering,
     ShortConvolutionRequest,
     features_of_sizes,
@@ -47,24 +48,15 @@ class Request(Remembering):
         dt_bias: [HV, K] or None (always two-dimensional here).
         initial_state: [N, HV, K, V], or a pool [slots, HV, K, V] when ``inplace_final_state``;
             [..., V, K] with ``state_v_first``; or None.
-        cu_seqlens: [N+1] or None.
-        cu_seqlens_cpu: [N+1] on the CPU or None; the same values as ``cu_seqlens``.
         ssm_state_indices: [N] or [N, 1+S] slots of the pool, or None (row n is slot n).
-        num_accepted_tokens: [N] or None.
-        out: [B, T, HV, V] to be written in full, or None.
-        has_initial_state: [N] bool or None; a sequence with False starts from zero, and its slot is not read.
-        update_state: False: a pool is read and stays as it was.
         final_state_indices: [N] or [N, 1+S] slots that states are written to, or None: those of ssm_state_indices.
         final_state_pool: [slots, HV, K, V] pool that states are written to, or None: initial_state.
         intermediate_states_dtype: of h, or None: ``state_dtype``.
-        checkpoint_indices: [N, M] slots or None; [n, j] takes the state after (j + 1) * checkpoint_every tokens,
-            a multiple of 16.
-        checkpoint_pool: [slots, HV, K, V] pool that they point into, or None: that of ``written_states``.
+        checkpoint_pool: [slots, HV, K, V] pool of the checkpoints, or None: that of ``written_states``.
         records: [B, T, HV, 2K + V] float32 (float64), to be written as ``CommitRequest`` says, or None. Rows of no
             sequence, and of one that is skipped, are not written. With it ``update_state`` is False.
         commit: [N, T', HV, 2K + V] records of an earlier call, or None: the pool is first advanced by num_committed of
             them, as ``committing`` says, and the call starts from that. Only beside records, without cu_seqlens.
-        num_committed: [N] or None.
         parents: [N, T] or None: token t continues from the state after token parents[n, t] < t, or from the sequence's
             first state where that is negative. Numbers from t on stand for t - 1. None: t - 1. Only beside records.
         commit_path: [N, M] or None, the ``path`` of the commit.
@@ -340,7 +332,7 @@ class GateRequest(Remembering):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DecodeStepRequest:
+class DecodeStepRequest(LayerCall):
     """One checked call of ``kda_core.nn.kda_decode_step``: T tokens of each of N sequences. W taps, D = 2·H·K + HV·V.
 
     Attributes:
@@ -366,7 +358,6 @@ class DecodeStepRequest:
         memo: as in ``Request``.
     """
 
-    x: Tensor
     g: Tensor
     beta: Tensor
     conv_state: Tensor
@@ -393,12 +384,6 @@ class DecodeStepRequest:
     commit: Tensor | None = None
     num_committed: Tensor | None = None
     commit_inputs: Tensor | None = None
-    needs_grad: frozenset[str] = frozenset()
-    memo: dict[Any, Any] | None = field(default=None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     @property
     def H(self) -> int:

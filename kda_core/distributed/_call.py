@@ -174,11 +174,11 @@ def context_of(r: Request) -> ContextParallel:
             "chunk_kda: a context of fla's has neither initial nor final states; use kda_core.distributed's own"
         )
     v_first = _checks.python_value(r.state_v_first)
-    _expect.expect_flag("state_v_first", v_first)  # fragments are called with K first
+    _expect.flag("state_v_first", v_first)  # fragments are called with K first
     if state is not None:
-        _expect.expect_tensor("initial_state", state, (*_expect.STATE_DTYPES, r.compute_dtype), r.q.device)
+        _expect.tensor("initial_state", state, (*_expect.STATE_DTYPES, r.compute_dtype), r.q.device)
         shape = (c.sequences, r.HV, *((r.V, r.K) if v_first else (r.K, r.V)))
-        _expect.expect_shape("initial_state", state, shape, "[N, HV, K, V], the states of all sequences,")
+        _expect.shape("initial_state", state, shape, "[N, HV, K, V], the states of all sequences,")
     # fla's callers pass the context's own.
     given = r.cu_seqlens
     if given is not None and (

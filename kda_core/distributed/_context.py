@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kda_core import _expect
 from kda_core._checks import python_value
-from kda_core._expect import expect_flag, fail
+from kda_core._expect import fail
 from kda_core._torch_private import cat
 from kda_core.distributed._cells import GRID, Cells, moved, on_grid
 from kda_core.distributed._exchange import resolve_group
@@ -213,8 +214,8 @@ def build_cp_context(
     batch, tokens, fragments = _size("batch", batch), _size("tokens", tokens, 0), _size("fragments", fragments)
     conv1d_kernel_size, grid = _size("conv1d_kernel_size", conv1d_kernel_size), _size("grid", grid)
     gather, deterministic_degree = map(python_value, (gather, deterministic_degree))
-    expect_flag("gather", gather)
-    expect_flag("deterministic_degree", deterministic_degree)
+    _expect.flag("gather", gather)
+    _expect.flag("deterministic_degree", deterministic_degree)
     if grid is not None and not deterministic_degree:
         fail("grid", "None without deterministic_degree=True", f"{grid}")
     if cu_seqlens is None:

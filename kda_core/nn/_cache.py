@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kda_core import _expect
 from kda_core._checks import python_value
-from kda_core._expect import expect_int
 from kda_core._torch_private import cat, in_transform
 from kda_core.api import chunk_kda
 
@@ -89,7 +89,7 @@ class KDACache:
 
     def __init__(self, crop_calls: int = 0) -> None:
         crop_calls = python_value(crop_calls)
-        expect_int("crop_calls", crop_calls)
+        _expect.integer("crop_calls", crop_calls)
         if crop_calls < 0:
             raise ValueError(f"crop_calls: expected a number of at least 0, got {crop_calls}")
         self.crop_calls = crop_calls
@@ -124,7 +124,7 @@ class KDACache:
                 ``crop_calls`` calls.
         """
         length = python_value(length)
-        expect_int("length", length)
+        _expect.integer("length", length)
         first = self._calls[0].start if self._calls else self.length
         if not first <= length <= self.length:
             raise ValueError(

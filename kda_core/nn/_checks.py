@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kda_core._expect import expect_number
+from kda_core import _expect
 
 
 def expect_tensor(name: str, value: Any, rank: int | None = None) -> None:
@@ -49,6 +49,6 @@ def expect_same_device(x: Tensor, others: Mapping[str, Tensor | None]) -> None:
 
 def expect_eps(name: str, value: Any) -> None:
     """A finite number of at least 0."""
-    expect_number(name, value)
+    _expect.number(name, value)
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kda_core import _expect
 from kda_core._checks import python_value
-from kda_core._expect import expect_flag
 from kda_core._loaded import Backend
 from kda_core.nn._checks import expect_convolution, expect_same_device, expect_tensor
 from kda_core.nn._dispatch import backend_for, is_eager
@@ -60,7 +60,7 @@ def short_convolution(
     flags = {"output_final_state": output_final_state, "inplace_final_state": inplace_final_state, "silu": silu}
     flags = {name: python_value(value) for name, value in flags.items()}
     for name, value in flags.items():
-        expect_flag(name, value)
+        _expect.flag(name, value)
     if isinstance(weight, Tensor) and weight.dim() == 3:
         weight = weight.squeeze(1)
     _check(x, weight, bias, initial_state, cu_seqlens)

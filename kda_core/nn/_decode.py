@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import _loaded
+from kda_core import _expect, _loaded
 from kda_core._bind import build_request, by_head
-from kda_core._checks import PYTHON, check, check_values, expect_flag, python_value
-from kda_core._expect import expect_no_overlap, expect_own_memory
+from kda_core._checks import PYTHON, check, check_values, python_value
 from kda_core._loaded import Backend
 from kda_core._torch_private import cat
 from kda_core.api import fused_recurrent_kda
@@ -204,7 +203,7 @@ def _check(r: DecodeStepRequest) -> None:
     if r.indices is None and r.state.shape[0] < N:
         raise ValueError(f"state: expected a slot for each of {N} sequences, got {r.state.shape[0]}")
     for name in FLAGS:
-        expect_flag(name, getattr(r, name))
+        _expect.flag(name, getattr(r, name))
     layer = {
         "conv_state": r.conv_state, "conv_weight": r.weight, "conv_bias": r.bias, "norm_gate": r.norm_gate,
         "norm_weight": r.norm_weight, "out": r.out, "commit_inputs": r.commit_inputs,
@@ -220,7 +219,7 @@ def _check(r: DecodeStepRequest) -> None:
             raise type(error)(re.sub(r"\w+", lambda word: _OWN_NAMES.get(word[0], word[0]), str(error))) from None
         for name, t in (("conv_state", r.conv_state), ("out", r.out)):
             if t is not None:
-                expect_no_overlap(name, t)
+                _expect.no_overlap(name, t)
         _expect_own_memory(r)
 
 
@@ -255,7 +254,7 @@ def _expect_own_memory(r: DecodeStepRequest) -> None:
     """Refuse tensors to write to that share memory with another one."""
     given = {_PUBLIC.get(name, name): t for name, t in vars(r).items() if isinstance(t, Tensor)}
     if is_eager(*given.values()):
-        expect_own_memory(given, ("out", "conv_state", "state", "records"))
+        _expect.own_memory(given, ("out", "conv_state", "state", "records"))
 
 
 def _recurrence(r: DecodeStepRequest, y: Tensor) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def backend_for(
         return found
     same = found[1].get(Same)
     if same is None:
-        same = found[1][Same] = Same.of(values, range(len(values)))
+        same = found[1][Same] = Same(values, range(len(values)))
     if same.can_match:
         registry._keep(recent, same, found)
     return found

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kda_core import _expect
 from kda_core._checks import python_value
-from kda_core._expect import expect_int
 from kda_core._torch_private import cat
 from kda_core.api import chunk_kda, fused_recurrent_kda
 from kda_core.nn._cache import Call, KDACache, first_token, last_inputs, may_write
@@ -108,7 +108,7 @@ class KimiDeltaAttention(nn.Module):
             "conv_size": conv_size,
         }  # fmt: skip
         for name, size in sizes.items():
-            expect_int(name, python_value(size))
+            _expect.integer(name, python_value(size))
             least = 2 if name == "conv_size" and use_short_conv else 1
             if size < least:
                 raise ValueError(f"{name}: expected at least {least}, got {size}")

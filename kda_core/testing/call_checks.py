@@ -23,8 +23,7 @@ from torch import Tensor
 
 import kda_core
 from kda_core import _checks, _results
-from kda_core._check_settings import CheckSettings
-from kda_core._loaded import Backend
+from kda_core._loaded import Backend, CheckSettings
 from kda_core.errors import CheckFailed, CheckWarning, ContractViolation
 from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kda_core import reference
-from kda_core._pool_slots import PoolSlots
+from kda_core._pool_checks import PoolSlots
 from kda_core.request import CommitRequest, Request
 from kda_core.testing.inputs import Call
 

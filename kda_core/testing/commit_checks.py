@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kda_core import _checks, reference
-from kda_core._check_settings import CheckSettings
-from kda_core._loaded import Backend
-from kda_core._pool_slots import slot_rows
+from kda_core._loaded import Backend, CheckSettings
+from kda_core._pool_checks import slot_rows
 from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import CommitRequest
 from kda_core.testing.call_checks import bit_sum, left_unchecked

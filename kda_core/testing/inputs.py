@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kda_core
 from kda_core._bind import bind
-from kda_core._pool_slots import PoolSlots
+from kda_core._pool_checks import PoolSlots
 from kda_core.reference import sequence_bounds
 from kda_core.request import DATA, Request
 from kda_core.testing.finite import live_rows, padding_faults

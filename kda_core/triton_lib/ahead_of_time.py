@@ -20,7 +20,6 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kda_core._torch_private import fake_tensors
-from kda_core.reference import DIFFERENTIABLE
 from kda_core.request import (
     AnyRequest,
     CommitRequest,
@@ -34,6 +33,7 @@ from kda_core.request import (
     TensorSpec,
 )
 from kda_core.testing.cases import Case
+from kda_core.triton_lib.calls import backward_of
 from kda_core.triton_lib.plan import Launch, Plan
 from kda_core.triton_lib.run import compile_options
 
@@ -249,9 +249,7 @@ def training(case: Case) -> Request:
 def gradients(case: Case, saved: Sequence[TensorSpec] = ()) -> Request:
     """The backward of a training step, whose forward saved tensors of these specifications."""
     r = training(case)
-    needs = frozenset(n for n in DIFFERENTIABLE if getattr(r, n) is not None)
-    kept = tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in saved)
-    return replace(r, saved=kept, grad_o=r.v, grad_final_state=r.initial_state, needs_grad=needs)
+    return replace(backward_of(r, saved), grad_final_state=r.initial_state)
 
 
 def halves(
@@ -292,7 +290,7 @@ def gate_calls(dtype: torch.dtype, lower_bound: float | None) -> Iterator[tuple[
     r = GateRequest(g=g.to(dtype), A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
     name = f"gate, {TYPES[dtype]}, {'softplus' if lower_bound is None else 'bounded'}"
     yield name, r
-    yield name, replace(r, grad_output=g, needs_grad=frozenset({"g", "A_log", "dt_bias"}))
+    yield name, backward_of(r)
 
 
 def commit_calls() -> Iterator[tuple[str, AnyRequest]]:

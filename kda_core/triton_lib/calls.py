@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_core._results import chunks_of
 from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.request import (
     DIFFERENTIABLE,
@@ -30,7 +31,6 @@ from kda_core.request import (
     ShortConvolutionRequest,
     TensorSpec,
 )
-from kda_core.triton_lib.layout import intermediate_states_shape
 from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
 from kda_core.triton_lib.plan import EDGE_NAMES, EDGES, Launch, Plan, Step
 from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, is_current
@@ -81,7 +81,8 @@ _HALF = tuple((*_FRAGMENTS, *EDGE_NAMES, *more) for more in _MORE)
 
 def h_shape(request: Request) -> tuple[int, ...]:
     """Shape of the intermediate states; () where none are asked for."""
-    return intermediate_states_shape(request) if request.return_intermediate_states else ()
+    r = request
+    return (r.B, chunks_of(r), *r.state_shape[1:]) if r.return_intermediate_states else ()
 
 
 def _kind(request: Request, name: Hashable) -> Hashable:
@@ -306,11 +307,11 @@ class Calls:
         plans = [_described("forward", self._plan_of(request, facts), facts)]
         if request.save_for_backward:
             saved = self._saved_specs(request, facts) if request.op == "chunk_kda" else ()
-            plans.append(_described("backward", self._plan_of(_backward_of(request, saved), facts), facts))
+            plans.append(_described("backward", self._plan_of(backward_of(request, saved), facts), facts))
         return tuple(plans)
 
 
-def _backward_of(request: AnyRequest, saved: tuple[TensorSpec, ...]) -> AnyRequest:
+def backward_of(request: Any, saved: Sequence[TensorSpec] = ()) -> Any:
     """The request of a backward of everything, without memory."""
     if isinstance(request, GateRequest):
         grad = torch.empty(request.g.shape, device="meta")

@@ -27,7 +27,8 @@ def gate_parameters(b: Builder, r: Request) -> dict[str, View | None]:
 def names(r: Request) -> dict[str, Any]:
     """Values that follow from a call's metadata, ``readable`` as a rule; a plan's launches ask one after another."""
     indices, group, chunks = r.ssm_state_indices, r.HV // r.H, -(-r.T // CHUNK)
-    final, written = r.final_state_indices, None if r.written_states is None else getattr(r, r.written_states)
+    final, pool = r.final_state_indices, None if r.checkpoint_states is None else getattr(r, r.checkpoint_states)
+    table, written = r.checkpoint_indices, None if r.written_states is None else getattr(r, r.written_states)
     return {
         "q": r.q, "k": r.k, "v": r.v, "g": r.g, "beta": r.beta, "A_log": r.A_log, "dt_bias": r.dt_bias,
         "initial_state": r.initial_state, "cu_seqlens": r.cu_seqlens, "indices": indices,
@@ -35,25 +36,17 @@ def names(r: Request) -> dict[str, Any]:
         # Pieces of sequences have numbers of their own, and no states.
         "slots": 0 if indices is None else r.initial_state.shape[0] if r.initial_state else r.N, "final_indices": final,
         "s_final": 0 if final is None else final.stride(0), "final_slots": 0 if final is None else written.shape[0],
-        "has_state": r.has_initial_state, **_checkpoints(r),
+        "has_state": r.has_initial_state, **named_state_strides("c", pool, r.state_v_first),
+        "checkpoints": table, "checkpoint_pool": pool, "s_row": 0 if table is None else table.strides[0],
+        "s_column": 0 if table is None else table.strides[1], "columns": 0 if table is None else table.shape[1],
+        "checkpoint_slots": 0 if pool is None else pool.shape[0], "every": -(-r.checkpoint_every // CHUNK),
+        "piece": r.checkpoint_every, "PIECES": piece_rows(r) > 0,
         "s_has": 0 if r.has_initial_state is None else r.has_initial_state.stride(0), "scale": float(r.scale),
         "lower_bound": float(r.lower_bound or 0.0), "T": r.T, "N": r.N, "H": r.H, "HV": r.HV, "group": group,
         "GROUP": group, "chunks": chunks, "NT": chunks, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V),
         "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
         "SIGMOID": r.use_beta_sigmoid_in_kernel, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": r.allow_neg_eigval, "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
-    }  # fmt: skip
-
-
-def _checkpoints(r: Request) -> dict[str, Any]:
-    """Where states after every so many chunks go."""
-    table, pool = r.checkpoint_indices, None if r.checkpoint_states is None else getattr(r, r.checkpoint_states)
-    s_row, s_column = (0, 0) if table is None else table.strides
-    return named_state_strides("c", pool, r.state_v_first) | {
-        "checkpoints": table, "checkpoint_pool": pool, "s_row": s_row, "s_column": s_column,
-        "columns": 0 if table is None else table.shape[1], "checkpoint_slots": 0 if pool is None else pool.shape[0],
-        "every": -(-r.checkpoint_every // CHUNK), "piece": r.checkpoint_every,
-        "PIECES": piece_rows(r) > 0,
     }  # fmt: skip
 
 

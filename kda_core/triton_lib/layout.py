@@ -62,15 +62,3 @@ def slots(request: Request, rows: int = CHUNK) -> int:
 def piece_rows(request: Request) -> int:
     """Rows from checkpoint to checkpoint where some lie within a chunk: chunks begin anew behind each. 0 otherwise."""
     return request.checkpoint_every if request.checkpoint_every % CHUNK else 0
-
-
-def intermediate_states_shape(request: Request) -> tuple[int, ...]:
-    """Shape of h. Packed, its length is Σ ceil(len / chunk_size), which the host knows from ``cu_seqlens_cpu``."""
-    size = request.chunk_size
-    if request.cu_seqlens is None:
-        count = -(-request.T // size)
-    else:
-        # Without the copy on the CPU the core lets only CPU tensors come this far.
-        bounds = request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu
-        count = int(((bounds.diff() + size - 1) // size).sum())
-    return request.B, count, *request.state_shape[1:]

@@ -44,21 +44,6 @@ class Number:
         self.notes.ask(operator.eq, self, self.value)
         return self.value
 
-    def __index__(self) -> int:
-        return operator.index(self.asked())
-
-    def __int__(self) -> int:
-        return int(self.asked())
-
-    def __float__(self) -> float:
-        return float(self.asked())
-
-    def __hash__(self) -> int:
-        return hash(self.asked())
-
-    def __repr__(self) -> str:
-        return repr(self.asked())
-
     def __bool__(self) -> bool:
         return self != 0
 
@@ -123,11 +108,6 @@ class Notes:
                 return i
         return None
 
-    def followed(self, lengths: Sequence[int]) -> list[Any] | None:
-        """All numbers by place for other lengths; None where an answer is another."""
-        values = self.at(lengths)
-        return values if self.follow(values) is None else None
-
 
 def _noted(note: Any, function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[[Number, Any], Any]:
     """The method of ``Number`` that computes or compares, as ``Notes.take`` or ``Notes.ask`` notes it."""
@@ -147,12 +127,14 @@ for _function in (
     _name = _function.__name__.strip("_")
     setattr(Number, f"__{_name}__", _noted(Notes.take, _function))
     setattr(Number, f"__r{_name}__", _noted(Notes.take, _function, True))
+for _function in (operator.index, int, float, hash, repr):
+    setattr(Number, f"__{_function.__name__}__", lambda self, function=_function: function(self.asked()))
 for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
     setattr(Number, f"__{_function.__name__}__", _noted(Notes.ask, _function))
 
 
 def picker(xs: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that gives these numbers with the values that ``Notes.followed`` gave."""
+    """A function that gives these numbers with the values that ``Notes.follow`` filled in."""
     notes = next((x.notes for x in xs if type(x) is Number), None)
     if notes is None:
         return lambda values, found=tuple(xs): found
@@ -162,7 +144,7 @@ def picker(xs: Sequence[Any]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def filled(x: Any, values: Sequence[Any]) -> Any:
-    """A plan, or a part of one, with the numbers that ``Notes.followed`` gave."""
+    """A plan, or a part of one, with the numbers that ``Notes.follow`` filled in."""
     if type(x) is Number:
         return values[x.place]
     if isinstance(x, tuple):

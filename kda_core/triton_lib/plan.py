@@ -26,7 +26,6 @@ from kda_core.triton_lib.arguments import has_contiguous_rows
 ALIGNMENT = 512
 """Bytes between scratch buffers that share an allocation, as torch's allocator aligns."""
 
-
 SMALL = 64 * 2**20
 """Bytes of scratch that wait for the end of a call: to the host another allocation is worth more."""
 

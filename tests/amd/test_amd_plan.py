@@ -16,7 +16,7 @@ from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES
 
 from kda_core import _explain, api
-from kda_core._example_call import CallShape, example_call
+from kda_core._example_call import example_call
 from kda_core.request import GateRequest, Request
 from kda_core.triton_lib.plan import Copy, Plan, Sum
 
@@ -105,8 +105,9 @@ def test_sums_of_parameters_gradients():
 
 @pytest.mark.parametrize("chip", sorted(ARCHITECTURES))
 def test_explain_shows_plans_for_any_chip(chip: str):
-    shape = CallShape(sizes=(1, 64, 2, 64, 64), dtype="bfloat16", device=torch.device("cuda"), backward=True)
-    forward, back = _explain.plan(**example_call(api.chunk_kda, shape, {}), chip=chip, backend="amd")
+    sizes: dict[str, Any] = {"sizes": (1, 64, 2, 64, 64), "dtype": "bfloat16", "device": torch.device("cuda")}
+    call = example_call(api.chunk_kda, {}, **sizes, backward=True)
+    forward, back = _explain.plan(**call, chip=chip, backend="amd")
     assert forward.chip == back.chip == chip
     assert [s.name for s in back.steps][-1] == "gradients_kernel"
     assert {b.name for b in back.buffers if b.role == "result"} == {"dq", "dk", "dv", "dg", "dbeta"}

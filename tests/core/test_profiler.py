@@ -10,7 +10,7 @@ from example_arguments import drawn
 from torch.profiler import ProfilerActivity, profile
 
 import kda_core
-from kda_core import _ranges
+from kda_core import _loaded
 from kda_core._plugins import registry
 
 SHAPES = "(cpu) [1, 40, 2, 8], v [1, 40, 4, 16]"
@@ -82,7 +82,7 @@ def hooks_named():
     named = []
 
     def note(frame, event, argument):
-        if event == "call" and frame.f_code is _ranges.row_name.__code__:
+        if event == "call" and frame.f_code is _loaded.row_name.__code__:
             named.append(frame.f_locals["hook"])
 
     x = inputs(grad=False)
@@ -111,5 +111,5 @@ def test_tools_that_take_torchs_ranges_get_ours():
 
 def test_every_hook_that_computes_has_a_row():
     hooks = {name for name in dir(registry.named("cpu").plugin) if name.endswith(("_forward", "_backward", "_commit"))}
-    assert hooks >= _ranges.ROWS.keys()
-    assert {name for name in hooks if name.startswith("kda_core_")} == _ranges.ROWS.keys()
+    assert hooks >= _loaded.ROWS.keys()
+    assert {name for name in hooks if name.startswith("kda_core_")} == _loaded.ROWS.keys()

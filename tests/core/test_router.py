@@ -12,7 +12,7 @@ from toys import Toy, Watcher, inputs, installed
 import kda_core
 from kda_core import _signature
 from kda_core._plugins import Registry
-from kda_core._signature import _OPTIONS, _TENSORS, Like
+from kda_core._signature import _OPTIONS, _TENSORS, Same, signature
 from kda_core.capabilities import Feature, Slack, Unavailable
 from kda_core.hookspecs import ENTRY_POINT_GROUP, hookimpl, hookspec
 from kda_core.request import BackwardResult, GateRequest, Request
@@ -364,34 +364,37 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", _TENSORS[Request])
-def test_a_call_with_another_tensor_is_not_like_one_that_was_seen(name):
+def test_a_call_with_another_tensor_has_another_key(name):
     r = request_with_everything()
-    like = Like(r, None)
+    key = signature(r, None)
     fresh = {n: t.clone() for n, t in vars(r).items() if isinstance(t, torch.Tensor)}
-    assert like(replace(r, **fresh), None), "as it is"
-    assert not like(r, "toy")
+    assert signature(replace(r, **fresh), None) == key, "as it is"
+    assert signature(r, "toy") != key
     given = getattr(r, name)
     others = {"present": torch.zeros(3)} if given is None else {what: make(given) for what, make in OTHERS.items()}
     for what, other in others.items():
-        assert not like(replace(r, **fresh | {name: other}), None), what
+        assert signature(replace(r, **fresh | {name: other}), None) != key, what
 
 
 @pytest.mark.parametrize("name", _OPTIONS[Request])
-def test_a_call_with_another_option_is_not_like_one_that_was_seen(name):
+def test_a_call_with_another_option_has_another_key(name):
     r = request_with_everything()
-    like, value = Like(r, None), getattr(r, name)
+    key, value = signature(r, None), getattr(r, name)
     others: list = ["another", torch.ones(2), 0.25]
     if isinstance(value, (bool, int, float)):
         # Equal values of other types, too.
         others += [None, not value, *(kind(value) for kind in (bool, int, float) if kind is not type(value))]
     for other in others:
-        assert not like(replace(r, **{name: other}), None), other
+        assert signature(replace(r, **{name: other}), None) != key, other
 
 
 def test_no_call_is_like_another_where_torch_has_no_guards():
     """Calls are told apart by their keys then, as calls of two kinds in turn are."""
-    assert Like(request_with_everything(), None)(request_with_everything(), None)
-    assert not Like(request_with_everything(), None, guards=lambda: None)(request_with_everything(), None)
+    values = (torch.zeros(2), 0.5)
+    assert Same(values, range(2))(values)
+    same = Same(values, range(2), guards=lambda: None)
+    assert not same.can_match
+    assert same(values) is None
 
 
 @pytest.mark.parametrize("kind", [Request, GateRequest])

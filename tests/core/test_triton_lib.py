@@ -10,6 +10,7 @@ from environments import run
 
 from kda_core.request import Request
 from kda_core.triton_lib import arguments, layout, segments
+from kda_core.triton_lib.calls import h_shape
 from kda_core.triton_lib.plan import Builder, Copy
 from kda_core.triton_lib.plan import layout as layout_of
 
@@ -61,10 +62,11 @@ def test_packed_slots_are_apart_and_below_the_bound(lengths: tuple[int, ...], re
 @pytest.mark.parametrize("size", [32, 64])
 def test_shape_of_intermediate_states(size: int):
     state = (4, 24, 40)
-    assert layout.intermediate_states_shape(request(chunk_size=size)) == (2, -(-70 // size), *state)
+    call = request(chunk_size=size, return_intermediate_states=True)
+    assert h_shape(call) == (2, -(-70 // size), *state)
     lengths = (33, 0, 64, 65)
-    call = packed(*lengths, chunk_size=size, state_v_first=True)
-    assert layout.intermediate_states_shape(call) == (1, sum(-(-x // size) for x in lengths), 4, 40, 24)
+    call = packed(*lengths, chunk_size=size, state_v_first=True, return_intermediate_states=True)
+    assert h_shape(call) == (1, sum(-(-x // size) for x in lengths), 4, 40, 24)
 
 
 @pytest.mark.parametrize(

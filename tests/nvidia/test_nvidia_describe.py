@@ -14,14 +14,14 @@ from kda_core import _explain, api
 
 def example(op: str = "chunk_kda", **options):
     """Arguments of a call on a device that this machine need not have."""
-    from kda_core._example_call import CallShape, example_call
+    from kda_core._example_call import example_call
 
     present = frozenset(n for n in ("cu_seqlens", "cu_seqlens_cpu") if options.pop(n, False))
-    shape = CallShape(
-        sizes=(1, 64, 2, 64, 64), dtype="bfloat16", device=torch.device("cuda"),
-        backward=options.pop("backward", False), bounds=(0, 30, 64) if present else None, present=present,
+    backward = options.pop("backward", False)
+    return example_call(
+        getattr(api, op), options, sizes=(1, 64, 2, 64, 64), dtype="bfloat16", device=torch.device("cuda"),
+        backward=backward, bounds=(0, 30, 64) if present else None, present=present,
     )  # fmt: skip
-    return example_call(getattr(api, op), shape, options)
 
 
 def test_forward_and_backward():
