@@ -1,4 +1,4 @@
-"""One kernel for a decoding step of a layer gives what three give, from float32 states bit for bit; needs sm_90."""
+"""One kernel for a decoding step of a layer gives what three give, bit for bit; needs an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -79,13 +79,8 @@ def both(call: dict[str, Any], takes: bool = True) -> Tensor:
         o = run_plan(plan, made_of)["o"]
         found.append([own["out"] if o is None else o, *(own[n] for n in WRITTEN if n in own)])
     for three, one in zip(*found, strict=True):
+        assert torch.equal(three, one)
         assert torch.isfinite(one).all()
-        if takes and call["state"].dtype == torch.bfloat16:
-            # Sums in another order; the state is rounded behind them.
-            off, size = (one.double() - three.double()).abs(), three.double().abs()
-            assert (off <= 4 * torch.finfo(one.dtype).eps * size + 1e-5 * size.max()).all()
-        else:
-            assert torch.equal(three, one)
     return found[1][0]
 
 

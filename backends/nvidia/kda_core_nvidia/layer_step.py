@@ -4,9 +4,8 @@ A program has a whole head of a sequence: it convolves the head's channels of q,
 the inputs before the token and writes them back; it advances the head's state, by way of shared memory; and it norms
 the head's output. Nothing passes from one program to another.
 
-From float32 states all sums are taken in the order of ``convolution_step_kernel``, ``recurrent`` and
-``norm_step_kernel``: not a bit of a result shows which kernels it came from. bfloat16 states are multiplied by k and q
-on matrix units, as those of drafts are (``draft_chunk``). ``recurrent_draft`` says how a tile lies in threads.
+All sums are taken in the order of ``convolution_step_kernel``, ``recurrent`` and ``norm_step_kernel``: not a bit of a
+result shows which kernels it came from. ``recurrent_draft`` says how a tile lies in threads.
 
 Grid: (N · H), heads fastest.
 """
@@ -17,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
-from kda_core_nvidia.draft_chunk import in_parts, products_of, store_products
 from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, seen_as
 from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
 from kda_core_nvidia.recurrent import along_v
@@ -76,7 +74,7 @@ def layer_step(
         PARTED: gl.constexpr = (SIZE, 2, 64)
         KEYS: gl.constexpr = gl.SliceLayout(0, L)
         VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
-        LAID: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        LAID: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
     else:
         PARTS: gl.constexpr = 4 if WIDE else 8
         LANES: gl.constexpr = 32 // PARTS
@@ -85,7 +83,7 @@ def layer_step(
         PARTED: gl.constexpr = (SIZE // PARTS, PARTS, SIZE)
         KEYS: gl.constexpr = gl.SliceLayout(2, L)
         VALUES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
-        LAID: gl.constexpr = gl.SwizzledSharedLayout(*((COLUMNS, 1, WARPS) if WIDE else (8, 1, 8)), [1, 0])
+        LAID: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS, 1, WARPS, [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [VECTOR // 4, 128 // VECTOR], [WARPS, 1], [1, 0])
     ROW: gl.constexpr = gl.BlockedLayout([HALVES, 4 // HALVES], [1, 32], [WARPS, 1], [1, 0])
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, PARTS // 4), min(PARTS, 4), [1, 0])
@@ -164,27 +162,17 @@ def layer_step(
     qk = gl.sum(gl.sum(b_q * b_k, 1), 0) * (r_q * r_k)
     all_k = keep(b_k, 1, PARTS, KEPT, V_FIRST)
     factors = keep(factor, 1, PARTS, KEPT, V_FIRST)
-    k_d, q_d = decayed(b_k, factor), decayed(b_q, factor)
-    if WIDE:
-        all_k_d = keep(k_d, 1, PARTS, KEPT, V_FIRST)
-        all_q_d = keep(q_d, 1, PARTS, KEPT, V_FIRST)
-    else:
-        parts = in_parts(k_d, q_d, 1)
+    all_k_d = keep(decayed(b_k, factor), 1, PARTS, KEPT, V_FIRST)
+    all_q_d = keep(decayed(b_q, factor), 1, PARTS, KEPT, V_FIRST)
     if STAGED:
         async_copy.wait_group(0)
     block_barrier()
 
-    if WIDE:
-        if STAGED:
-            S = tile.load(TILE)
-        S = _parted(S, WIDE, PARTED, L)
-        y_k = contract(S * kept(all_k_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), SIZE, HALVES, VALUES, V_FIRST)
-        y_q = contract(S * kept(all_q_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), SIZE, HALVES, VALUES, V_FIRST)
-    else:
-        products = gl.allocate_shared_memory(gl.float32, [16, SIZE], PLAIN)
-        store_products(products, parts, tile.permute([1, 0]) if V_FIRST else tile, 1)
-        block_barrier()
-        y_k, y_q = products_of(products, 0, 1, SIZE, FLAT, VALUES)
+    if STAGED:
+        S = tile.load(TILE)
+    S = _parted(S, WIDE, PARTED, L)
+    y_k = contract(S * kept(all_k_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), SIZE, HALVES, VALUES, V_FIRST)
+    y_q = contract(S * kept(all_q_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), SIZE, HALVES, VALUES, V_FIRST)
     u = b_beta * (b_v - r_k * y_k)
     b_o = (r_q * y_q + qk * u).to(x.dtype.element_ty)
     if gate is None:
