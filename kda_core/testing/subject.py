@@ -43,7 +43,6 @@ INTERPRETER_LEAVES_LONG_CALLS_OUT = (
     f"Triton's interpreter takes too long over more than {INTERPRETER_MOST_CHUNKS} chunks of all sequences and heads"
 )
 
-
 CALLS = 3
 """How often a small call is made on a device."""
 
@@ -114,11 +113,6 @@ class Record:
         entry = {"output": output, "input_dtype": self.dtype, "case": self.name, "slack": slack}
         entry |= {"frobenius": error.frobenius, "worst_row": error.worst_row, "share": error.share(budget)}
         self.errors.append(entry | {"budget_frobenius": budget.frobenius, "budget_worst_row": budget.worst_row})
-
-
-def _chunks(r: Request) -> int:
-    """Chunks of all sequences and heads, about."""
-    return (r.B * r.T // r.chunk_size + r.N) * r.HV
 
 
 def _is_strided(call: Call) -> bool:
@@ -200,8 +194,7 @@ class Subject:
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether q, k and v may have this dtype here."""
-        wrong_here = self.wrong_in_bfloat16 and dtype == torch.bfloat16
-        return dtype in self.info.capabilities.dtypes and not wrong_here
+        return dtype in self.info.capabilities.dtypes and not (self.wrong_in_bfloat16 and dtype == torch.bfloat16)
 
     def repeats(self, count: int) -> int:
         """How often a test repeats a call: once in the interpreter, whose programs run one after another."""
@@ -212,11 +205,6 @@ class Subject:
         if not self.target.interpreted:
             return count
         return min(count, max(2, -(-count // INTERPRETER_DRAWS_FEWER)))
-
-    def _rounds_to_bfloat16(self, request: Request, call: Call) -> bool:
-        """Whether a result of the call is stored in bfloat16."""
-        dtypes = budgets.result_dtypes(request)
-        return any(d == torch.bfloat16 for n, d in dtypes.items() if call.grads or n in ("o", "final_state", "h"))
 
     def run(self, call: Call, wrt: Collection[str] = DIFFERENTIABLE) -> Results:
         """Make the call on copies of its tensors in poisoned memory, with everything but the numbers checked.
@@ -242,9 +230,10 @@ class Subject:
         self.records.append(record)
         reasons = self._refusals(request, call)
         if self.target.interpreted and not reasons:
-            if self.wrong_in_bfloat16 and self._rounds_to_bfloat16(request, call):
+            stored = [d for n, d in budgets.result_dtypes(request).items() if call.grads or not n.startswith("d")]
+            if self.wrong_in_bfloat16 and torch.bfloat16 in stored:
                 raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
-            if _chunks(request) > INTERPRETER_MOST_CHUNKS:
+            if (request.B * request.T // request.chunk_size + request.N) * request.HV > INTERPRETER_MOST_CHUNKS:
                 raise record.turned_down("left out", INTERPRETER_LEAVES_LONG_CALLS_OUT)
         results = self._made(call, wrt, request, record, reasons)
         for _ in range(self.calls(call) - 1):
@@ -271,7 +260,7 @@ class Subject:
         try:
             results = self._answered(call, request, tensors, wrt)
         except UnsupportedCall as error:
-            self.expect_untouched(before, tensors, frozenset())
+            self.expect_untouched(before, tensors)
             raise record.refused(error, reasons) from None
         except ContractViolation as error:
             raise Mismatch(str(error)) from None
@@ -307,8 +296,8 @@ class Subject:
             found = None if case is None or refusal.status == "left out" else self._nearest(case, build, about)
             if found is None:
                 raise
-            call = found[1](found[0])
-            results = self.run(call)
+            case, build = found
+            results = self.run(call := build(case))
         self.compare(call, results)
         return results
 
@@ -319,9 +308,7 @@ class Subject:
             build: makes the call that the test is about.
             about: features that the nearest case must still need, beside those of the test.
         """
-        if self._serves(build(case), ()):
-            return case
-        found = self._nearest(case, build, about)
+        found = None if self._serves(build(case), ()) else self._nearest(case, build, about)
         return case if found is None else found[0]
 
     def _nearest(self, case: Case, build: Build, about: Collection[Feature]) -> tuple[Case, Build] | None:
@@ -347,17 +334,10 @@ class Subject:
         Raises:
             Mismatch: names every output outside its budget, with its error and place.
         """
-        expected = references.results(call)
-        allowed = budgets.budgets(call, self.device)
-        request = call.request()
-        dtypes = budgets.result_dtypes(request)
-        wrong = []
-        for name, got in results.items():
-            # Written slots of a pool are compared as final states, all others bit for bit.
-            if name in ("pool", "checkpoints", "records"):
-                continue
-            wrong += self._compare(name, got, expected[name], allowed[name], dtypes[name], request)
-        if wrong:
+        expected, compared = references.results(call), self._comparison(call)
+        # Written slots of a pool are compared as final states, all others bit for bit.
+        names = [n for n in results if n not in ("pool", "checkpoints", "records")]
+        if wrong := list(filter(None, (compared(n, results[n], expected[n]) for n in names))):
             raise Mismatch(f"{call.op} of {call.name!r} on {self.name!r}:\n  " + "\n  ".join(wrong))
 
     def expect(self, call: Call, name: str, got: Tensor, expected: Tensor, what: str) -> None:
@@ -366,31 +346,30 @@ class Subject:
         Raises:
             Mismatch: its error exceeds the budget.
         """
-        request = call.request()
-        budget, dtype = budgets.budgets(call, self.device)[name], budgets.result_dtypes(request)[name]
-        wrong = self._compare(name, got, expected.double(), budget, dtype, request)
-        if wrong:
-            raise Mismatch(f"{what}, {call.name!r}: {wrong[0]}")
+        if wrong := self._comparison(call)(name, got, expected.double()):
+            raise Mismatch(f"{what}, {call.name!r}: {wrong}")
 
-    def _compare(
-        self, name: str, got: Tensor, expected: Tensor, budget: Budget, dtype: torch.dtype, r: Request
-    ) -> list[str]:
-        """A sentence about a result outside its budget; empty if it is within."""
+    def _comparison(self, call: Call) -> Callable[[str, Tensor, Tensor], str]:
+        """A function of an output's name, a result and the expected one: a sentence if it is outside its budget."""
+        r, allowed = call.request(), budgets.budgets(call, self.device)
+        dtypes = budgets.result_dtypes(r)
 
         def place(*where: Any) -> str:
             return whole(r).place(*where)
 
-        slack = self.info.slack
-        error, factor, problem = budgets.compare(name, got, expected, dtype, budget, place, slack, r.q.dtype)
-        if self.records:
-            self.records[-1].note(name, error, budget, factor)
-        return [problem] if problem else []
+        def compared(name: str, got: Tensor, expected: Tensor) -> str:
+            slack, budget = self.info.slack, allowed[name]
+            error, factor, wrong = budgets.compare(name, got, expected, dtypes[name], budget, place, slack, r.q.dtype)
+            if self.records:
+                self.records[-1].note(name, error, budget, factor)
+            return wrong
+
+        return compared
 
     def _features(self, r: Request, call: Call) -> set[Feature]:
-        strided = {Feature.STRIDED_INPUT} if _is_strided(call) else set()
-        out = {Feature.OUT} if call.given_out else set()
+        own = {Feature.STRIDED_INPUT: _is_strided(call), Feature.OUT: call.given_out}
         # A call's own tensors may be expanded; the kit passes contiguous copies by default.
-        return set(r.features) - {Feature.STRIDED_INPUT} | strided | out
+        return set(r.features) - {Feature.STRIDED_INPUT} | {feature for feature, is_used in own.items() if is_used}
 
     def _refusals(self, r: Request, call: Call) -> list[str]:
         return undeclared(self.info, r, self._features(r, call))
@@ -454,7 +433,7 @@ class Subject:
         found = torch.autograd.grad(
             [outputs[n] for n in given], [tensors[n] for n in names], list(given.values()), allow_unused=True
         )
-        self.expect_untouched(before, given, frozenset())
+        self.expect_untouched(before, given)
         results = {n: t.detach().to("cpu", copy=True) for n, t in outputs.items()}
         for n, grad in zip(names, found, strict=True):
             like = tensors[n].requires_grad_(False)
@@ -465,7 +444,9 @@ class Subject:
             results[f"d{n}"] = grad.to("cpu", copy=True).reshape(getattr(r, n).shape)
         return results
 
-    def expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
+    def expect_untouched(
+        self, before: dict[str, Tensor], now: dict[str, Tensor], written: Collection[str] = ()
+    ) -> None:
         for name, old in before.items():
             if name not in written and not torch.equal(guards(now[name]), old):
                 raise Mismatch(f"{name} was modified, or memory round it was")
