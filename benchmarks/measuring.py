@@ -28,6 +28,7 @@ SCHEMA = 1
 """Version of the JSON; raised when a field changes its meaning."""
 OURS = "kda_core"
 HERE = Path(__file__).parent
+WARM_TURNS = 2
 
 Row = dict[str, Any]
 """One measurement, ready for JSON; "suite" names its program, "failed" says why there is none."""
@@ -111,9 +112,9 @@ class Rows:
     def __init__(self, options: argparse.Namespace, versions: Mapping[str, str] | None = None, **content: Any) -> None:
         self.file, self.status = options.json, 0
         self.rows: list[Row] = options.earlier["rows"]
-        found = options.earlier.get("environment", {}).get("versions", {})
-        found |= {OURS: kda_core.__version__, "torch": torch.__version__, "triton": _cli.version_of("triton")}
-        found |= {"driver": _driver()} | dict(versions or {})
+        before = options.earlier.get("environment", {})
+        found = before.get("versions", {}) | {OURS: kda_core.__version__, "torch": torch.__version__}
+        found |= {"triton": _cli.version_of("triton"), "driver": _driver()} | dict(versions or {})
         environment = {
             "device": _cli.device_name(options.device),
             "date": datetime.date.today().isoformat(),
@@ -123,7 +124,6 @@ class Rows:
         }
         # Rows of earlier runs keep their day and commit.
         self.run = {n: environment[n] for n in ("date", "commit")}
-        before = options.earlier.get("environment", {})
         for row in self.rows:
             row |= {n: row.get(n, before.get(n)) for n in self.run}
         self.content: dict[str, Any] = {"schema": SCHEMA, "environment": environment, **content}
@@ -189,8 +189,12 @@ def number(x: float) -> str:
     return f"{x:.3f}" if x < 10 else f"{x:.1f}" if x < 1000 else f"{x:,.0f}"
 
 
-def capture(run: Callable[[], Any], device: torch.device) -> Run:
-    """Replays of a CUDA graph of one call, which must have run before: autotuners cannot be captured."""
+def capture(run: Callable[[], Any], device: torch.device, **options: Any) -> Run:
+    """Replays of a CUDA graph of one call, which must have run before: autotuners cannot be captured.
+
+    Args:
+        options: of ``torch.cuda.graph``.
+    """
     # The capture runs on another stream, which does not wait for the inputs.
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)
@@ -198,7 +202,7 @@ def capture(run: Callable[[], Any], device: torch.device) -> Run:
         run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, **options):
         kept = run()
     torch.cuda.synchronize(device)
 
@@ -217,6 +221,12 @@ def elapsed(run: Run) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def by_turns(runs: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+    """What each run returns, one after the other in every turn; the first two turns do not count."""
+    found = [[run() for run in runs.values()] for _ in range(WARM_TURNS + turns)][WARM_TURNS:]
+    return dict(zip(runs, map(list, zip(*found, strict=True)), strict=True))
 
 
 @functools.cache

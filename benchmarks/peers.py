@@ -126,7 +126,6 @@ def main(
     parser.add_argument("--seconds", type=measuring.positive, help="time for a row; default: 0.4; on a CPU 2")
     parser.add_argument("--no-errors", action="store_true", help="do not compare with the float64 oracle")
     parser.add_argument("--profile", action="store_true", help="on a GPU, list our kernels and their times, too")
-    parser.add_argument("--disable-recompute", action="store_true", help="pass it: more memory, less time")
     parser.add_argument("--warm", type=measuring.count, metavar="JOBS", help="compile in that many processes first")
     parser.add_argument("--part", help="INDEX/COUNT of the shapes whose calls one process of --warm runs once")
     options = parser.parse(arguments)
@@ -137,8 +136,6 @@ def main(
     decays = options.decays or (("random", "slow") if gpu else ("random",))
     functions, versions = load_peers(parser, options)
     functions = {OURS: functools.partial(kda_core.chunk_kda, backend=options.backend)} | functions
-    if options.disable_recompute:
-        functions = {name: functools.partial(f, disable_recompute=True) for name, f in functions.items()}
     if options.part:
         index, count = map(int, options.part.split("/"))
         # No kernel depends on the decays' values.
