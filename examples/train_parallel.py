@@ -117,7 +117,7 @@ def heads_dim(name: str) -> int | None:
     return 1 if "o_proj" in name else 0 if any(part in name for part in ALONG_FIRST) else None
 
 
-def model_of(options: argparse.Namespace, rank: int, group: Any) -> Model:
+def model_of(options: argparse.Namespace, p: Processes) -> Model:
     """This process's heads of the model that one process would have."""
     torch.manual_seed(0)
     whole = Model(options, options.heads)
@@ -125,12 +125,9 @@ def model_of(options: argparse.Namespace, rank: int, group: Any) -> Model:
         return whole
     if options.heads % options.tp:
         raise SystemExit(f"--tp: expected a number that divides {options.heads} heads, got {options.tp}")
-    model = Model(options, options.heads // options.tp, group)
-    found = {}
-    for name, t in whole.state_dict().items():
-        dim = heads_dim(name)
-        found[name] = t if dim is None else t.chunk(options.tp, dim)[rank].clone()
-    model.load_state_dict(found)
+    model, rank = Model(options, options.heads // options.tp, p.tp.get_group()), p.tp.get_local_rank()
+    given = {name: (t, heads_dim(name)) for name, t in whole.state_dict().items()}
+    model.load_state_dict({n: t if d is None else t.chunk(options.tp, d)[rank].clone() for n, (t, d) in given.items()})
     return model
 
 
@@ -152,10 +149,9 @@ class Processes:
         if size % (cp * tp):
             raise SystemExit(f"--cp {cp} --tp {tp}: expected {cp * tp} processes or a multiple, got {size}")
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = (
-            torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
-        )
+        self.device = torch.device(kind)
         if kind == "cuda":
+            self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
         place = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", **place)
@@ -201,9 +197,7 @@ class Checkpoint:
 
 def train(options: argparse.Namespace, p: Processes) -> tuple[int, list[float]]:
     """The steps of the checkpoint, and the loss of every step behind it, over all tokens of all processes."""
-    heads_group = p.tp.get_group() if options.tp > 1 else None
-    model = model_of(options, p.tp.get_local_rank(), heads_group).to(p.device, getattr(torch, options.dtype))
-    context = None
+    model, context = model_of(options, p).to(p.device, getattr(torch, options.dtype)), None
     if options.cp > 1:
         context = build_cp_context(
             None, p.cp, model.blocks[0].mixer.conv_size, tokens=options.tokens, batch=options.batch // p.dp.size(),
