@@ -90,12 +90,6 @@ def result_dtypes(r: Request) -> dict[str, torch.dtype]:
     return dtypes | {f"d{n}": getattr(r, n).dtype for n in DIFFERENTIABLE if getattr(r, n) is not None}
 
 
-def _smallest(dtype: torch.dtype) -> float:
-    """The least magnitude that an error is relative to: below it the dtype, or float32, loses digits."""
-    float32 = torch.finfo(torch.float32)
-    return max(torch.finfo(dtype).tiny, float32.tiny / unit_roundoff(torch.float32))
-
-
 def measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> Error:
     """The error of a result.
 
@@ -118,13 +112,11 @@ def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> li
         got, expected = got[..., None], expected[..., None]
     axis = HEAD_AXIS[name]
     rows = expected.square().sum(-1)
-    smallest = _smallest(dtype) * math.sqrt(expected.shape[-1])
-    if axis is None:
-        scale = rows.mean().sqrt()
-    else:
-        axis = axis % expected.dim()
-        scale = rows.mean([d for d in range(rows.dim()) if d != axis], keepdim=True).sqrt()
-    scale = scale.clamp_min(smallest)
+    # Errors of smaller numbers are relative to this: below it the dtype, or float32, loses digits.
+    smallest = max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny / unit_roundoff(torch.float32))
+    smallest *= math.sqrt(expected.shape[-1])
+    others = [d for d in range(rows.dim()) if axis is None or d != axis % expected.dim()]
+    scale = rows.mean(others, keepdim=True).sqrt().clamp_min(smallest)
     whole = rows.sum().sqrt().clamp_min(smallest)
     errors = []
     for one in got:
@@ -196,8 +188,7 @@ def _budgets(
     accumulate = unit_roundoff(request.compute_dtype)
     # Rounding errors in float64 cannot be told from the oracle's own: take those of float32 and scale them.
     # Results that are stored in a shorter dtype are rounded after that.
-    rescale = 1.0
-    in_double = request.compute_dtype == torch.float64
+    in_double, rescale = request.compute_dtype == torch.float64, 1.0
     if in_double:
         rescale, accumulate = accumulate / unit_roundoff(torch.float32), unit_roundoff(torch.float32)
     units = {n: accumulate if in_double else max(unit_roundoff(d), accumulate) for n, d in dtypes.items()}
@@ -272,18 +263,10 @@ def compare(
     factor = 1.0 if declared is None else declared.factor
     if error.share(budget) <= factor:
         return error, factor, ""
-    return error, factor, _sentence(name, got, expected, error, budget, factor, place(name, error.where))
-
-
-def _sentence(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float, at: str) -> str:
-    """One sentence on a result outside its budget.
-
-    Args:
-        slack: declared factor of the budget. at: place of the worst row in the call.
-    """
     there, wanted = (", ".join(f"{x:.4g}" for x in t[error.where].flatten()[:3].tolist()) for t in (got, expected))
-    widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
-    return (
+    widened = "" if factor == 1 else f", widened by the backend's declared slack {factor}"
+    return error, factor, (
         f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
-        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got [{there}], expected [{wanted}]"
-    )
+        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {place(name, error.where)}: "
+        f"got [{there}], expected [{wanted}]"
+    )  # fmt: skip

@@ -48,10 +48,6 @@ def _with_sequences(call: Call, chosen: list[int]) -> Call:
     return replace(call.having(**own, initial_state=states, cu_seqlens=ends), grads=grads)
 
 
-def _layout(lengths: tuple[int, ...]) -> str:
-    return "packed" if lengths else "dense"
-
-
 def check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
     """Every sequence has the bits in a call of a few chosen ones that it has in the whole call."""
     many, lengths, packed = kda.run(call), call.lengths(), "cu_seqlens" in call.tensors
@@ -84,7 +80,10 @@ def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
 
 @requires(Feature.CHUNK, Feature.BATCH_INVARIANT)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("lengths", [(), pytest.param((130, 1, 5, 64), marks=requires(Feature.VARLEN))], ids=_layout)
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param((), id="dense"), pytest.param((130, 1, 5, 64), marks=requires(Feature.VARLEN), id="packed")],
+)
 def test_batch_invariant(kda, lengths: tuple[int, ...], dtype: torch.dtype):
     """With batch_invariant a sequence, dense or packed, has the same bits alone and in a batch, gradients included."""
     fields = {"lengths": lengths, "T": 200} if lengths else {"B": 4, "T": 130}
@@ -99,17 +98,16 @@ def test_batch_invariant(kda, lengths: tuple[int, ...], dtype: torch.dtype):
 def test_packed_anything_behind_the_end(kda, raw: bool, value: float):
     """Rows behind the last sequence may hold anything: their gradient is zero, and no other result changes."""
     fields = SOFTPLUS | {"HV": 6} if raw else {}
-    case = Case(name=f"anything behind the end {raw}", T=90, lengths=(30, 0, 41), state=FP32, backward=True, **fields)
-    call = case.call()
+    fields |= {"lengths": (30, 0, 41), "state": FP32, "backward": True}
+    call = Case(name=f"anything behind the end {raw}", T=90, **fields).call()
     expected = kda.check(call)
-    rows = {name: call.tensors[name].clone() for name in ("q", "k", "v", "g", "beta")}
+    rows = {name: call.tensors[name].clone() for name in DATA}
     for x in rows.values():
         x[:, 71:] = value
     results = kda.run(call.having(**rows))
     for name, got in results.items():
         assert same_bits(got, expected[name]), name
-    for name in rows:
-        assert not results[f"d{name}"][:, 71:].any()
+    assert not any(results[f"d{name}"][:, 71:].any() for name in rows)
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)
