@@ -37,6 +37,7 @@ class Option:
     effect: bool = True
 
 
+WITH_H = {"return_intermediate_states": True}
 OPTIONS = {
     "scale": Option({"scale": -0.4}),
     # The call passes it although it is false.
@@ -55,9 +56,7 @@ OPTIONS = {
     "disable_recompute": Option({"disable_recompute": True}, Feature.DISABLE_RECOMPUTE, effect=False),
     "batch_invariant": Option({"batch_invariant": True}, Feature.BATCH_INVARIANT, effect=False),
     "chunk_size": Option({"chunk_size": 32}, Feature.CHUNK_32, effect=False),
-    "return_intermediate_states": Option(
-        {"return_intermediate_states": True}, Feature.INTERMEDIATE_STATES, effect=False
-    ),
+    "return_intermediate_states": Option(WITH_H, Feature.INTERMEDIATE_STATES, effect=False),
 }
 
 _BASES = {
@@ -88,8 +87,8 @@ def _calls(option: Option) -> tuple[Call, Call]:
 
 
 def _each(names: Collection[str]) -> pytest.MarkDecorator:
-    options = [(n, OPTIONS[n].feature) for n in names]
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=requires(f) if f else ()) for n, f in options])
+    marks = {n: requires(OPTIONS[n].feature) if OPTIONS[n].feature else () for n in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n]) for n in names])
 
 
 def _check(kda: Subject, base: Call, call: Call, effect: bool) -> None:
