@@ -74,15 +74,15 @@ class Failures:
         # A test without a served call has no information about any value.
         self.passed = [o for o in outcomes if not o.failed and o.values]
         self._failed_functions = Counter(o.function for o in self.failed)
-        self._passed_functions = Counter(o.function for o in self.passed)
         if len(self._failed_functions) == 1:
             # Other functions differ from this one by more than their values.
             self.passed = [o for o in self.passed if o.function in self._failed_functions]
 
     def functions(self) -> list[dict[str, Any]]:
         """The test functions that failed, those with most failures first."""
+        passed = Counter(o.function for o in self.passed)
         counts = self._failed_functions.most_common()
-        return [{"function": f, "failed": n, "passed": self._passed_functions[f]} for f, n in counts]
+        return [{"function": f, "failed": n, "passed": passed[f]} for f, n in counts]
 
     def involve(self) -> list[dict[str, Any]]:
         """The values that most failures share and that fail more often than others do, the most telling first.
@@ -93,7 +93,7 @@ class Failures:
         found, seen = [], set()
         # Features, in capitals, come before values of axes.
         for value in sorted(frozenset().union(*(o.values for o in self.failed))):
-            failed, passed = self._tests_with(value)
+            failed, passed = (frozenset(o.test for o in x if value in o.values) for x in (self.failed, self.passed))
             others = len(self.failed) - len(failed), len(self.passed) - len(passed)
             if (failed, passed) in seen or not sum(others):
                 continue
@@ -141,8 +141,3 @@ class Failures:
     def _share(self, failed: int) -> str:
         count = len(self.failed)
         return f"all {count}" if failed == count else f"{failed} of {count}"
-
-    def _tests_with(self, value: str) -> tuple[frozenset[str], frozenset[str]]:
-        """The tests with a value that failed, and those that passed."""
-        failed, passed = (frozenset(o.test for o in all_ if value in o.values) for all_ in (self.failed, self.passed))
-        return failed, passed
