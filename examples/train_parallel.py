@@ -48,33 +48,23 @@ SHARED = ("f_proj.0", "g_proj.0", "o_norm")
 """Parameters of a layer that all heads use: processes that share heads have parts of their gradients."""
 
 
-class _Enter(torch.autograd.Function):
-    """Where processes begin to share heads: what comes in is the same, gradients are summed."""
+class _Shared(torch.autograd.Function):
+    """Where processes begin to share heads gradients are summed, where they end what comes out is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    """Where they end: what comes out is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
+    def forward(ctx: Any, x: Tensor, begins: Any, ends: Any) -> Tensor:
+        ctx.group = begins
+        return x.view_as(x) if ends is None else summed(x, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return grad, None
+        return grad if ctx.group is None else summed(grad, ctx.group), None, None
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
 
 
 class Block(nn.Module):
@@ -91,7 +81,8 @@ class Block(nn.Module):
         if self.group is None:
             x = x + self.mixer(y, cp_context=context)
         else:
-            x = x + _Leave.apply(self.mixer(_Enter.apply(y, self.group), cp_context=context), self.group)
+            y = self.mixer(_Shared.apply(y, self.group, None), cp_context=context)
+            x = x + _Shared.apply(y, None, self.group)
         return x + self.mlp(x)
 
 

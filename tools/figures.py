@@ -93,11 +93,9 @@ def short(value: float | None) -> str:
 
 def digits(value: float | None) -> str:
     """Three significant digits or three decimals, the same for a whole column."""
-    if value is None:
-        return ""
-    if value < 1:
-        return f"{value:.3f}"
-    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
+    if value is None or value >= 1000:
+        return short(value)
+    return f"{value:.3f}" if value < 1 else f"{value:#.3g}".rstrip(".")
 
 
 def microseconds(milliseconds: float | None) -> str:

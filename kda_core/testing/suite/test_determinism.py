@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -131,8 +132,5 @@ def _compilations() -> Iterator[list[str]]:
         if before is not None:
             before(*args, **kwargs)
 
-    knobs.runtime.jit_post_compile_hook = note
-    try:
+    with patch.object(knobs.runtime, "jit_post_compile_hook", note):
         yield names
-    finally:
-        knobs.runtime.jit_post_compile_hook = before

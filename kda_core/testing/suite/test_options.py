@@ -22,14 +22,7 @@ POWER = 50.0
 
 @dataclass(frozen=True)
 class Option:
-    """One option: how a call looks with it and, for the effect, without it.
-
-    Attributes:
-        changes: the arguments that the option adds.
-        feature: what it needs.
-        on: name of the prepared call it is tried on.
-        effect: whether it changes the results.
-    """
+    """One option: the arguments that it adds to a prepared call, and whether these change its results."""
 
     changes: dict[str, Any]
     feature: Feature | None = None

@@ -34,18 +34,13 @@ def test_packed(kda, case: Case):
 
 def _with_sequences(call: Call, chosen: list[int]) -> Call:
     """A call of these sequences of it alone, packed or dense as it is."""
-    states = call.tensors["initial_state"][chosen].contiguous()
     if "cu_seqlens" not in call.tensors:
-        own = {n: call.tensors[n][chosen].contiguous() for n in DATA}
-        grads = {n: t[chosen] for n, t in call.grads.items()}
-        return replace(call.having(**own, initial_state=states), grads=grads)
-    lengths = call.lengths()
-    starts = [sum(lengths[:n]) for n in chosen]
-    rows = torch.cat([torch.arange(a, a + lengths[n]) for n, a in zip(chosen, starts, strict=True)])
-    own = {n: call.tensors[n][:, rows].contiguous() for n in DATA}
-    ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0).to(torch.int32)
-    grads = {n: t[:, rows] if n == "o" else t[chosen] for n, t in call.grads.items()}
-    return replace(call.having(**own, initial_state=states, cu_seqlens=ends), grads=grads)
+        own = {n: call.tensors[n][chosen].contiguous() for n in (*DATA, "initial_state")}
+        return replace(call.having(**own), grads={n: t[chosen] for n, t in call.grads.items()})
+    rows = [(n, [*range(call.lengths()[n])]) for n in chosen]
+    few = call.with_sequences(rows)
+    grads = {n: call.packed(t, rows) if n == "o" else t[chosen] for n, t in call.grads.items()}
+    return replace(few.having(cu_seqlens=few.tensors["cu_seqlens"].int()), grads=grads)
 
 
 def check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
