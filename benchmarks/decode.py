@@ -35,16 +35,14 @@ from kda_core._bench import Function, reason, take_turns
 from kda_core.nn import kda_decode_step
 
 CHUNK = "chunk_kda"
-COLD = 256 * 2**20
-"""Bytes of states that a round of steps reads at least: several caches."""
+COLD = 256 * 2**20  # Bytes of states that a round of steps reads at least: several caches
 FEWEST_STEPS, STRETCH = 8, 10
 """Steps in a graph at least: they share the cost of starting a replay. Steps in a row on a CPU."""
 TURNS = 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = ("K first", "V first")
 
-Step = Callable[[Tensor], object]
-"""A step over the slots that it is given."""
+Step = Callable[[Tensor], object]  # A step over the slots that it is given
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -44,8 +44,7 @@ INITIAL_STEP, INITIAL_RATE, INITIAL_SPREAD = (1e-3, 0.1), (1.0, 16.0), 0.1
 
 COMPARED_HEADS, COMPARED_SEQUENCES = 2, 16
 COMPARED_TOKENS = {"training": {"cuda": 512, "cpu": 128}, "inference": {"cuda": 8192, "cpu": 2048}}
-STATE_BYTES = {"cuda": 4 * 2**30, "cpu": 2**29}
-"""Most bytes of the oracle's states: it keeps the states of all tokens."""
+STATE_BYTES = {"cuda": 4 * 2**30, "cpu": 2**29}  # Most bytes of the oracle's states: it keeps the states of all tokens
 
 
 def parse_shape(text: str) -> Case:

@@ -24,18 +24,14 @@ import kda_core
 from kda_core import _cli
 from kda_core._bench import Run, device_for, take_turns
 
-SCHEMA = 1
-"""Version of the JSON; raised when a field changes its meaning."""
+SCHEMA = 1  # Version of the JSON; raised when a field changes its meaning
 OURS = "kda_core"
 HERE = Path(__file__).parent
 WARM_TURNS = 2
 
-Row = dict[str, Any]
-"""One measurement, ready for JSON; "suite" names its program, "failed" says why there is none."""
+Row = dict[str, Any]  # One measurement, ready for JSON; "suite" names its program, "failed" says why there is none
 
-IDENTITY = ("suite", "shape", "case", "gate", "decay", "dtype", "backward")
-"""Fields by which a row is told from others."""
-
+IDENTITY = ("suite", "shape", "case", "gate", "decay", "dtype", "backward")  # Fields by which a row is told from others
 PROGRAM = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 """Runs the program whose file and arguments follow."""
 

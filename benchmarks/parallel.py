@@ -35,11 +35,8 @@ from kda_core.distributed import ContextParallel, build_cp_context
 SHAPES = {"cuda": ("32768x32x128", "131072x32x128", "32768x8x128", "262144x8x128"), "cpu": ("256x4x16", "512x2x16")}
 ROWS = ("q", "k", "v", "g", "beta")
 OPTIONS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-GRID = 4096
-"""Rows of a cell, at most; of fewer tokens an eighth, so that up to eight ranks have the same bits."""
-HOST_ROWS = 64
-"""Rows a rank of the calls that are bound by the host."""
-
+GRID = 4096  # Rows of a cell, at most; of fewer tokens an eighth, so that up to eight ranks have the same bits
+HOST_ROWS = 64  # Rows a rank of the calls that are bound by the host
 Function = Callable[..., Any]
 
 

@@ -34,8 +34,7 @@ from kda_core._cli import version_of
 from kda_core.testing.inputs import Call
 
 NAIVE, KIMI_LINEAR = "fla.ops.kda.naive", "transformers.models.kimi_linear.modeling_kimi_linear"
-SHORTEST_KERNEL = 0.002
-"""Milliseconds below which a kernel is not listed."""
+SHORTEST_KERNEL = 0.002  # Milliseconds below which a kernel is not listed
 
 
 def fla_chunk_kda() -> Function:
@@ -230,8 +229,7 @@ def growth(run: Run, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-Profiled = Callable[[Run, torch.device], dict[str, float]]
-"""Milliseconds of every kernel of a call."""
+Profiled = Callable[[Run, torch.device], dict[str, float]]  # Milliseconds of every kernel of a call
 
 
 def kernels(run: Run, device: torch.device, calls: int = 3) -> dict[str, float]:

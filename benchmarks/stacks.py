@@ -122,8 +122,7 @@ class Work:
 
 Side = Callable[[Work, int], tuple[Tensor, Tensor | None]]
 """A call, on its slots: o [1, N * T, H, V], and the states after each token if they are not in the pool."""
-Stack = Callable[[torch.device], tuple[Side, Side]]
-"""Makes our side and a stack's own."""
+Stack = Callable[[torch.device], tuple[Side, Side]]  # Makes our side and a stack's own
 
 
 def bare(home: str) -> None:

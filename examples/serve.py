@@ -32,13 +32,10 @@ from training import Parser, Text, Trainer, TrainingConfig, number, python_help_
 from kda_core import chunk_kda, empty_records
 from kda_core.nn import KimiDeltaAttention, gated_rms_norm, kda_decode_step, short_convolution
 
-BLOCK = 64
-"""Tokens of a block of the prefix cache: the chunk of ``chunk_kda``."""
-
+BLOCK = 64  # Tokens of a block of the prefix cache: the chunk of ``chunk_kda``
 MOST = 2**20  # that an option takes
 
-TIE = 1e-4
-"""Logits that are closer than this may change places when they are computed in another batch."""
+TIE = 1e-4  # Logits that are closer than this may change places when they are computed in another batch
 
 
 Rows = list[list[int]]
@@ -84,31 +81,20 @@ class Slots:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to be continued.
-
-    Attributes:
-        prompt, length: bytes to read, and how many to write.
-        arrival, cancelled: steps at which it comes, and is taken back (or None).
-        written: bytes so far.
-        slot, row: of the pools, and of the batch; anything while it waits.
-        read: tokens that the state knows, of the prompt and what was written before it was preempted.
-        prefix: a cached slot that its first piece reads.
-        accepted: tokens of the last draft that are kept and not in the state yet; 0 before the first draft.
-        waited: steps without a slot and a row.
-    """
+    """A prompt to be continued."""
 
     prompt: list[int]
-    length: int
-    arrival: int
-    cancelled: int | None = None
+    length: int  # bytes to write
+    arrival: int  # the step at which it comes
+    cancelled: int | None = None  # the step at which it is taken back
     written: list[int] = field(default_factory=list)
-    slot: int = -1
-    row: int = -1
-    read: int = 0
-    prefix: int | None = None
-    accepted: int = 0
-    waited: int = 0
-    tokens: list[int] = field(default_factory=list)
+    slot: int = -1  # of the pools; this and the row are anything while it waits
+    row: int = -1  # of the batch
+    read: int = 0  # tokens that the state knows
+    prefix: int | None = None  # a cached slot that its first piece reads
+    accepted: int = 0  # tokens of the last draft that are kept and not in the state yet; 0 before the first draft
+    waited: int = 0  # steps without a slot and a row
+    tokens: list[int] = field(default_factory=list)  # the prompt, and what was written before it was preempted
 
     def keys(self) -> list[int]:
         """Hashes of the prefixes of whole blocks; the last token is never cached, whose output is needed."""
@@ -205,8 +191,7 @@ def filters(m: KimiDeltaAttention) -> Tensor:
     return torch.cat([m.q_conv1d.weight, m.k_conv1d.weight, m.v_conv1d.weight])
 
 
-Drafter = Callable[[Request, int, random.Random], list[int]]
-"""So many bytes that may follow those of a request."""
+Drafter = Callable[[Request, int, random.Random], list[int]]  # So many bytes that may follow those of a request
 
 
 class Server:

@@ -175,8 +175,7 @@ def headline_figures() -> str:
     return "\n".join([f"**{first} in {shares} of the memory.**", "", *lines])
 
 
-Cells = tuple[list[str], list[list[str]]]
-"""The header of a table, and its rows."""
+Cells = tuple[list[str], list[list[str]]]  # The header of a table, and its rows
 
 
 def beside(rows: list[Row], first: dict[str, Callable[[Row], str]], spelled: Callable[..., str], unit: str) -> Cells:

@@ -37,8 +37,7 @@ from kda_core.testing import references
 from kda_core.testing.inputs import Call
 from kda_core.testing.rounding import Noise, in_float64, sample, unit_roundoff
 
-FACTOR = 2.0
-"""Budget over the measured error of rounding."""
+FACTOR = 2.0  # Budget over the measured error of rounding
 
 HEAD_AXIS = {
     **dict.fromkeys(("o", "h", "dq", "dk", "dv", "dg", "dbeta"), 2), "final_state": 1, "dinitial_state": 1,
@@ -56,16 +55,11 @@ SAMPLED_ELEMENTS = 2**19
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Distance of a result from the oracle, both parts relative (module docstring).
-
-    Attributes:
-        frobenius, worst_row: the two errors; infinite when the result is not finite where the oracle is.
-        where: index of the worst row.
-    """
+    """Distance of a result from the oracle, both parts relative; infinite where the result alone is not finite."""
 
     frobenius: float
     worst_row: float
-    where: tuple[int, ...] = ()
+    where: tuple[int, ...] = ()  # index of the worst row
 
     def share(self, budget: Budget) -> float:
         """The larger of the two errors as a share of its budget: at most 1 passes."""
@@ -91,14 +85,7 @@ def result_dtypes(r: Request) -> dict[str, torch.dtype]:
 
 
 def measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> Error:
-    """The error of a result.
-
-    Args:
-        name: the output, a key of ``HEAD_AXIS``.
-        got: the result, any floating dtype.
-        expected: the oracle's, float64, same shape.
-        dtype: the dtype that the result is stored in.
-    """
+    """The error of output ``name``, beside the oracle's float64 one; ``dtype``: that the result is stored in."""
     return _measure(name, got.detach().to("cpu", torch.float64)[None], expected, dtype)[0]
 
 
@@ -140,15 +127,11 @@ def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
 CPU = torch.device("cpu")
 
 _cache: dict[str, dict[str, Budget]] = {}
-MAX_CACHED_BUDGETS = 4096
-"""Calls that call_checks.py checks hardly ever repeat: past this many, empty the cache."""
+MAX_CACHED_BUDGETS = 4096  # Calls that call_checks.py checks hardly ever repeat: past this many, empty the cache
 
 
 def budgets(call: Call, device: torch.device = CPU, flushed_below: float | None = None) -> dict[str, Budget]:
-    """The budget of every output of a call on a device, by name ("o", "final_state", "h", "dq", ...).
-
-    ``flushed_below`` stands for ``platforms.flushed_below`` of the device.
-    """
+    """The budget of every output of a call on a device, by name; ``flushed_below`` stands for the platform's."""
     # Only the slots that the call writes are compared, so only these sequences count in the samples too.
     advanced = call.advanced_sequences() if call.has_pool else None
     request = call.request()

@@ -39,9 +39,7 @@ INPUTS = (
     *("final_state_pool", "parents", "grad_o", "grad_final_state", "grad_output"),
 )
 DEFAULTS = {f.name: f.default for f in fields(Request)}
-SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
-"""Gradients that every token of every sequence adds to."""
-
+SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")  # Gradients that every token of every sequence adds to
 _choice = random.Random(0)
 _comparing = threading.Lock()
 """References and budgets are cached for all threads, and set the number of torch's threads."""

@@ -27,8 +27,7 @@ _OWN = ("pad_slot_id", "save_for_backward", "checkpoint_every")
 OPTIONS = tuple(f.name for f in fields(Request) if f.type in _KINDS and f.name not in _OWN)
 """A call's options; a sample's pool has its own slots, and slot -1 is skipped."""
 
-MOST_STATES = 2**22
-"""Elements of all states of a sample at one token: 32 MiB in float64 at most."""
+MOST_STATES = 2**22  # Elements of all states of a sample at one token: 32 MiB in float64 at most
 
 
 def on_cpu(r: Request) -> Request:
@@ -264,20 +263,13 @@ class Sample:
 
 
 class Kept(NamedTuple):
-    """Some states of one kind, and the call whose final states they must be.
+    """Some states of one kind, and the call whose final states they must be."""
 
-    Attributes:
-        name: "checkpoints" or "records".
-        call: packed sequences, each up to the token behind which a state is.
-        states: [N, heads, K, V] in the call's layout; ``dtype``: that they are stored in.
-        places: where each is.
-    """
-
-    name: str
-    call: Call
-    states: Tensor
-    dtype: torch.dtype
-    places: list[str]
+    name: str  # "checkpoints" or "records"
+    call: Call  # packed sequences, each up to the token behind which a state is
+    states: Tensor  # [N, heads, K, V] in the call's layout
+    dtype: torch.dtype  # that they are stored in
+    places: list[str]  # where each is
 
 
 def kept_states(r: Request, sample: Sample, call: Call, elements: int, choice: random.Random) -> Iterator[Kept]:

@@ -28,8 +28,7 @@ LOWER_BOUND = -5.0
 DECAYS: tuple[Decay | float, ...] = (-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated")
 """From mild to those that forget everything at every token, or at a few."""
 
-BFLOAT16: dict[str, Any] = {"dtype": BF16, "gate_dtype": BF16}
-"""Fields of a case whose inputs are all bfloat16."""
+BFLOAT16: dict[str, Any] = {"dtype": BF16, "gate_dtype": BF16}  # Fields of a case whose inputs are all bfloat16
 
 PLAIN: dict[torch.dtype, dict[str, Any]] = {
     FP32: {"dtype": FP32, "K": 32, "state": FP32},
@@ -49,53 +48,36 @@ BOUNDED: dict[str, Any] = {"gate": "lower bound", "l2norm": True, "beta": "negat
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call of ``chunk_kda`` or ``fused_recurrent_kda``, as data.
+    """A call of ``chunk_kda`` or ``fused_recurrent_kda``, as data."""
 
-    Attributes:
-        name: unique; also the seed.
-        tags: what it is chosen by; "slow" keeps it out of the fast tier.
-        B, T, H, HV, K, V: shape; HV = 0 means H, V = 0 means K.
-        dtype: of q, k, v. gate_dtype: of g and beta.
-        lengths: of packed sequences; they may end before T. Empty: dense.
-        gate: source of the decay. decay: its distribution when given (a number: constant).
-        A_log, dt_bias: whether the gate has them.
-        rate: largest exp(A_log) (smallest 1). raw_scale: standard deviation of the raw gate input.
-        beta: how beta is given. keys: their directions.
-        l2norm: q and k are normalised by the operator.
-        state: dtype of the initial state, or None.
-        final_state: ask for it. backward: the case has gradients of every output.
-        strided, given_out: as of a ``Call``.
-        options: further options of the call.
-    """
-
-    name: str
-    tags: frozenset[str] = frozenset()
+    name: str  # unique; also the seed
+    tags: frozenset[str] = frozenset()  # what it is chosen by; "slow" keeps it out of the fast tier
     op: str = "chunk_kda"
     B: int = 1
     T: int = 130
     H: int = 2
-    HV: int = 0
+    HV: int = 0  # 0: as many as H
     K: int = 32
-    V: int = 0
-    dtype: torch.dtype = FP32
-    gate_dtype: torch.dtype = FP32
-    lengths: tuple[int, ...] = ()
+    V: int = 0  # 0: as K
+    dtype: torch.dtype = FP32  # of q, k, v
+    gate_dtype: torch.dtype = FP32  # of g and beta
+    lengths: tuple[int, ...] = ()  # of packed sequences, which may end before T; empty: dense
     index_dtype: torch.dtype = torch.int32
-    gate: Gate = "given"
-    decay: Decay | float = "mild"
-    A_log: bool = True
+    gate: Gate = "given"  # source of the decay
+    decay: Decay | float = "mild"  # its distribution when it is given; a number: constant
+    A_log: bool = True  # whether the gate has it
     dt_bias: bool = True
-    rate: float = 16.0
-    raw_scale: float = 1.0
+    rate: float = 16.0  # largest exp(A_log); the smallest is 1
+    raw_scale: float = 1.0  # standard deviation of the raw gate input
     beta: Beta | float = "given"
-    keys: Keys = "random"
-    l2norm: bool = False
-    state: torch.dtype | None = None
-    final_state: bool = True
-    backward: bool = False
-    strided: frozenset[str] = frozenset()
+    keys: Keys = "random"  # their directions
+    l2norm: bool = False  # q and k are normalised by the operator
+    state: torch.dtype | None = None  # of the initial state
+    final_state: bool = True  # ask for it
+    backward: bool = False  # the case has gradients of every output
+    strided: frozenset[str] = frozenset()  # this and given_out: as of a ``Call``
     given_out: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # further options of the call
 
     @property
     def N(self) -> int:

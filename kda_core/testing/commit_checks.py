@@ -19,9 +19,7 @@ from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import CommitRequest
 from kda_core.testing.call_checks import bit_sum, left_unchecked
 
-ROUNDINGS = 4
-"""Roundings of a token: decay, product and sum, and one of the record."""
-
+ROUNDINGS = 4  # Roundings of a token: decay, product and sum, and one of the record
 _choice = random.Random(0)
 
 

@@ -11,32 +11,19 @@ from typing import Any
 SHAPE_AXES = ("head dimensions", "length", "initial state")
 """Axes whose values are no features; the dtype is one as well."""
 
-MANY = 0.5
-"""A value is named when at least this share of the failures involve it."""
-
-OFTEN = 1.5
-"""And when tests that involve it fail at least this many times as often as others."""
-
+MANY = 0.5  # A value is named when at least this share of the failures involve it
+OFTEN = 1.5  # And when tests that involve it fail at least this many times as often as others
 MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended.
+    """How one test ended."""
 
-    Attributes:
-        test: the node id that runs it again in pytest.
-        position: its place in the order of collection, the simplest tests first.
-        failed: whether it failed.
-        values: features and axis values, of the last call of a failed test, else of all served calls.
-        message: of a failed test.
-        slow: whether it belongs to the slow tier.
-    """
-
-    test: str
-    position: int
+    test: str  # the node id that runs it again in pytest
+    position: int  # in the order of collection, the simplest tests first
     failed: bool
-    values: frozenset[str]
+    values: frozenset[str]  # features and axis values: of the last call of a failed test, else of all served calls
     message: str = ""
     slow: bool = False
 
@@ -53,11 +40,7 @@ def values_of(record: dict[str, Any]) -> set[str]:
 
 
 def outcome_of(found: dict[str, Any], failed: bool, message: str = "") -> Outcome:
-    """The outcome of one test, from its records.
-
-    Args:
-        found: "test", "position", "slow" and "records", as the plugin attaches them to a report.
-    """
+    """The outcome of one test; ``found``: what the plugin attached to its report."""
     records = found["records"]
     # A test stops at the call that fails; earlier calls passed.
     told = records[-1:] if failed else [r for r in records if r["status"] == "served"]

@@ -24,17 +24,11 @@ from kda_core.testing.subject import Mismatch, Record, Results, Subject, undecla
 
 @dataclass
 class Process:
-    """One process's part of a call.
+    """One process's part of a call."""
 
-    Attributes:
-        request: its rows, on the backend's device.
-        rows: of the whole call.
-        sequences: the sequence of each fragment.
-    """
-
-    request: Request
-    rows: slice
-    sequences: list[int]
+    request: Request  # its rows, on the backend's device
+    rows: slice  # of the whole call
+    sequences: list[int]  # of each fragment
 
     def part(self, x: Tensor) -> Tensor:
         """Its rows of a tensor [B, T, ..] of the whole call, on its device."""

@@ -18,8 +18,7 @@ from kda_core.reference import sequence_bounds
 from kda_core.request import DATA, Request
 from kda_core.testing.finite import live_rows, padding_faults
 
-GUARD = 512
-"""Poisoned elements before and behind every input: more than any tile's reach past an end."""
+GUARD = 512  # Poisoned elements before and behind every input: more than any tile's reach past an end
 
 POISON = {torch.int32: 2**30, torch.int64: 2**30}
 """Poison around index tensors: an index that no pool and no sequence has. Around others: NaN."""
@@ -32,25 +31,16 @@ def indices(*values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a public function, with its tensors on the CPU.
+    """One call of a public function, with its tensors on the CPU."""
 
-    Attributes:
-        op: "chunk_kda" or "fused_recurrent_kda".
-        tensors: every tensor argument that is given, by name.
-        options: every other argument that is given, by name.
-        grads: gradients of "o" and "final_state" for a backward; empty: forward only.
-        strided: names of the tensors ("grad_o", "grad_final_state" and "out" too) to be passed as slices of wider ones.
-        given_out: pass a buffer full of NaN as ``out``.
-        name: for messages.
-    """
-
-    op: str
-    tensors: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-    grads: dict[str, Tensor] = field(default_factory=dict)
+    op: str  # "chunk_kda" or "fused_recurrent_kda"
+    tensors: dict[str, Tensor]  # every tensor argument that is given, by name
+    options: dict[str, Any] = field(default_factory=dict)  # every other argument that is given, by name
+    grads: dict[str, Tensor] = field(default_factory=dict)  # of "o" and "final_state"; empty: forward only
+    # Names of tensors, "grad_o", "grad_final_state" and "out" too, to be passed as slices of wider ones.
     strided: frozenset[str] = frozenset()
-    given_out: bool = False
-    name: str = ""
+    given_out: bool = False  # pass a buffer full of NaN as ``out``
+    name: str = ""  # for messages
 
     def having(self, **changes: Any) -> Call:
         """The call with some arguments changed; None takes a tensor out."""

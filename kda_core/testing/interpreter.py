@@ -114,8 +114,7 @@ def _remember_types(interpreter: Any) -> None:
     type(semantic).broadcast_impl_value = broadcast_unless_equal
 
 
-DEPTH = 16
-"""Terms of a product that a matrix unit adds up at once."""
+DEPTH = 16  # Terms of a product that a matrix unit adds up at once
 
 
 def correct_arithmetic() -> bool:

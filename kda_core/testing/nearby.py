@@ -20,16 +20,14 @@ from kda_core.request import Request
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
 from kda_core.testing.inputs import Call
 
-Build = Callable[[Case], Call]
-"""Makes the call of a case: ``Case.call``, or a test's own function."""
+Build = Callable[[Case], Call]  # Makes the call of a case: ``Case.call``, or a test's own function
 
 DTYPES = (FP32, BF16, FP16, FP64)
 
 HEAD_DIMS = ((128, 128), (64, 64), (32, 32), (16, 16), (256, 256), (64, 128), (128, 64))
 """Tried where a backend turns down head dimensions that its declared limits allow."""
 
-LENGTHS = (8, 1)
-"""Tokens of a dense case, tried where a backend turns longer calls down."""
+LENGTHS = (8, 1)  # Tokens of a dense case, tried where a backend turns longer calls down
 
 _helped: dict[tuple[str, str], tuple] = {}
 """By backend and function, the changes that helped last: the next call is mostly refused for the same reason."""

@@ -30,15 +30,11 @@ from kda_core import reference
 from kda_core._results import chunks_of
 from kda_core.request import Request
 
-RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
-"""Root mean square of a rounding error, in unit roundoffs."""
-
+RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)  # Root mean square of a rounding error, in unit roundoffs
 FUNCTION_ULPS = 2
 """Error of exp, log and 1 / sqrt on accelerators, in units in the last place (two unit roundoffs each)."""
 
-SMALLEST_CHUNK = 32
-"""Rows of the shortest ``chunk_size``; kernels may use it for any ``chunk_size``."""
-
+SMALLEST_CHUNK = 32  # Rows of the shortest ``chunk_size``; kernels may use it for any ``chunk_size``
 NOISE_POOL = 2**22
 """Random numbers drawn once; each use starts at a random offset, which is far cheaper than new numbers."""
 
@@ -57,19 +53,12 @@ def _pool(dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Where and how much to perturb.
+    """Where and how much to perturb."""
 
-    Attributes:
-        operand: unit roundoff of the operands of products.
-        accumulate: unit roundoff of sums, exponentials and elementwise operations.
-        offsets: chooses the random numbers.
-        flushed_below: an operand of a product counts as zero below this magnitude.
-    """
-
-    operand: float
-    accumulate: float
-    offsets: random.Random
-    flushed_below: float = 0.0
+    operand: float  # unit roundoff of the operands of products
+    accumulate: float  # unit roundoff of sums, exponentials and elementwise operations
+    offsets: random.Random  # chooses the random numbers
+    flushed_below: float = 0.0  # an operand of a product counts as zero below this magnitude
 
     def errors(self, like: Tensor) -> Tensor:
         """Rounding errors of unit roundoff 1, in the shape of ``like``."""

@@ -43,9 +43,7 @@ INTERPRETER_LEAVES_LONG_CALLS_OUT = (
     f"Triton's interpreter takes too long over more than {INTERPRETER_MOST_CHUNKS} chunks of all sequences and heads"
 )
 
-CALLS = 3
-"""How often a small call is made on a device."""
-
+CALLS = 3  # How often a small call is made on a device
 MOST_BYTES_OF_REPEATED_CALLS = 2**24
 
 
@@ -66,31 +64,21 @@ class Mismatch(AssertionError):
     """A result, or memory after a call, breaks the contract."""
 
 
-Results = dict[str, Tensor]
-"""Results of a call on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)."""
+Results = dict[str, Tensor]  # Results of a call on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)
 
 
 @dataclass
 class Record:
-    """The record of one call, for the report.
-
-    Attributes:
-        status: "served", or that of ``Refused``, with its ``reasons``.
-        axes: axis values of the call (``axes.axes``).
-        dtype: of q, k and v.
-        features: names of the features that it needs.
-        name: of its case.
-        errors: of its results, as shares of their budgets.
-    """
+    """The record of one call, for the report."""
 
     backend: str
-    axes: dict[str, list[str]]
-    dtype: str
-    features: list[str]
-    name: str
-    status: str = "served"
+    axes: dict[str, list[str]]  # its values along each axis (``axes.axes``)
+    dtype: str  # of q, k and v
+    features: list[str]  # names of those that it needs
+    name: str  # of its case
+    status: str = "served"  # or that of ``Refused``, with its reasons
     reasons: list[str] = field(default_factory=list)
-    errors: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)  # of its results, as shares of their budgets
 
     def turned_down(self, status: str, *reasons: str) -> Refused:
         """Note that the call was not served; returns the exception that says so."""
@@ -141,11 +129,7 @@ def expect_kind(
 
 
 def undeclared(info: BackendInfo, r: Request, features: Collection[Feature] | None = None) -> list[str]:
-    """The reasons for which a backend's declared capabilities refuse a request; empty if they allow it.
-
-    Args:
-        features: that the call needs; None: those of the request.
-    """
+    """The reasons for which declared capabilities refuse a request; ``features``: that it needs, unless its own."""
     c = info.capabilities
     reasons = [c.refusal(f) for f in sorted(r.features if features is None else features, key=lambda f: f.name)]
     found = [reason for reason in reasons if reason is not None]
@@ -158,21 +142,12 @@ def undeclared(info: BackendInfo, r: Request, features: Collection[Feature] | No
 
 
 class Subject:
-    """A backend under test on a device.
-
-    Attributes:
-        target: which, and where.
-        about: the features that the test is about.
-        info: the backend's identity card.
-        records: one for every call made so far.
-        wrong_in_bfloat16: the interpreter runs without ``correct_arithmetic``.
-    """
+    """A backend under test on a device; ``about``: the features that the test is about."""
 
     def __init__(self, target: Target, about: Collection[Feature] = ()) -> None:
-        self.target = target
-        self.about = frozenset(about)
+        self.target, self.about = target, frozenset(about)
         self.info = registry.named(target.backend).info
-        self.records: list[Record] = []
+        self.records: list[Record] = []  # one for every call made so far
         self.wrong_in_bfloat16 = target.interpreted and not interpreter.bfloat16_is_right()
 
     @property
@@ -304,9 +279,7 @@ class Subject:
     def near(self, case: Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Case:
         """The case, or the nearest one that the backend serves, for tests that are not about dtypes or dimensions.
 
-        Args:
-            build: makes the call that the test is about.
-            about: features that the nearest case must still need, beside those of the test.
+        ``build`` and ``about`` as for ``check``.
         """
         found = None if self._serves(build(case), ()) else self._nearest(case, build, about)
         return case if found is None else found[0]

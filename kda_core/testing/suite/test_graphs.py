@@ -84,8 +84,7 @@ def test_training_step_in_a_graph(kda, lengths: tuple[int, ...], recompute: bool
             assert same_bits(ours.detach(), again.detach()), f"result {position}, replay {turn}"
 
 
-SLOTS = ([4, 0, 2, 1], [1, -1, 5, 0], [-1, -1, -1, -1], [2, 4, 0, 3])
-"""Slots of four rows at each replay; -1 pads."""
+SLOTS = ([4, 0, 2, 1], [1, -1, 5, 0], [-1, -1, -1, -1], [2, 4, 0, 3])  # Slots of four rows at each replay; -1 pads
 
 COUNTS = ([0, 1, 2, 3], [3, 2, 0, 1], [1, 0, 3, 2], [3, 3, 3, 3])
 """Tokens of the draft before that each row commits, 0 to all."""

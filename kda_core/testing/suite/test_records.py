@@ -18,9 +18,7 @@ from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
 
 RECORDED = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.NO_STATE_UPDATE, Feature.DRAFT_RECORDS)
-TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)
-"""Today's drafts, which records are compared with."""
-
+TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)  # Today's drafts, which records are compared with
 SLOTS = 6
 
 
