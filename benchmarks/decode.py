@@ -82,12 +82,7 @@ def make_pool(slots: int, H: int, K: int, dtype: torch.dtype, device: torch.devi
 
 
 class Work:
-    """The inputs of a row, and its steps.
-
-    Attributes:
-        tensors, options: of the token's call, without states and slots.
-        pool: [slots, H, K, K] states.
-    """
+    """The inputs of a row, and its steps: those of the token's call, and a pool of states [slots, H, K, K]."""
 
     def __init__(self, N: int, T: int, state: str, layout: str, options: Namespace) -> None:
         self.N, self.v_first, self.backend, device = N, layout == "V first", options.backend, options.device

@@ -37,11 +37,7 @@ PROGRAM = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_n
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with the common options, which reports an error in one line.
-
-    Args:
-        program: the program's file. text: its docstring.
-    """
+    """A parser of the program in a file, by its docstring, with the common options; an error is one line."""
 
     def __init__(self, program: str, text: str) -> None:
         super().__init__(prog=Path(program).name, description=text.split("\n\n")[0])
@@ -95,14 +91,10 @@ def count(text: str) -> int:
 
 
 class Rows:
-    """The rows of a run and of the file that it adds to, in memory and in the JSON file.
+    """The rows of a run and of the file that it adds to, in memory and in the JSON file; and the exit status.
 
     Args:
-        options: what ``Parser.parse`` returned. versions: of the peers.
-        content: further fields of the JSON.
-
-    Attributes:
-        status: the program's exit status.
+        options: what ``Parser.parse`` returned. versions: of the peers. content: further fields of the JSON.
     """
 
     def __init__(self, options: argparse.Namespace, versions: Mapping[str, str] | None = None, **content: Any) -> None:
@@ -186,11 +178,7 @@ def number(x: float) -> str:
 
 
 def capture(run: Callable[[], Any], device: torch.device, **options: Any) -> Run:
-    """Replays of a CUDA graph of one call, which must have run before: autotuners cannot be captured.
-
-    Args:
-        options: of ``torch.cuda.graph``.
-    """
+    """Replays of a CUDA graph of one call, which must have run before: autotuners cannot be captured."""
     # The capture runs on another stream, which does not wait for the inputs.
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)
@@ -220,7 +208,7 @@ def elapsed(run: Run) -> float:
 
 
 def by_turns(runs: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """What each run returns, one after the other in every turn; the first two turns do not count."""
+    """The results of every run, one after the other in each turn; the first two turns do not count."""
     found = [[run() for run in runs.values()] for _ in range(WARM_TURNS + turns)][WARM_TURNS:]
     return dict(zip(runs, map(list, zip(*found, strict=True)), strict=True))
 
@@ -239,13 +227,10 @@ class ChildFailed(Exception):
 
 
 def child(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-    """The last line that a program of another process prints.
+    """The last line that a program of another process prints; raises ``ChildFailed``.
 
     The process is isolated: it starts in an empty folder and imports from this process's path, so that no file in the
     working folder takes a module's place.
-
-    Raises:
-        ChildFailed: its exit status is not 0.
     """
     path = [entry for entry in sys.path if os.path.isabs(entry)]
     line = [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {path!r}\n{code}", *arguments]

@@ -111,11 +111,7 @@ def main(
     mode: str, program: str, text: str, shapes: dict[str, tuple[str, ...]], peers: tuple[str, ...],
     arguments: list[str] | None = None,
 ) -> int:  # fmt: skip
-    """Measure "training" or "inference".
-
-    Args:
-        program, text: file and docstring of the program. shapes: the default ones by the device's type.
-    """
+    """Measure "training" or "inference"; ``program``, ``text``: its file and docstring."""
     parser = Parser(program, text)
     add_peers(parser, peers)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="SHAPE", help=SYNTAX)

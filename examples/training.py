@@ -97,20 +97,15 @@ def python_help_text() -> bytes:
 
 
 class Trainer:
-    """A model in training, with everything that a checkpoint stores.
-
-    Attributes:
-        history: training loss of every step, in nats a byte.
-        validations: step -> validation loss, in nats a byte.
-    """
+    """A model in training, with everything that a checkpoint stores."""
 
     def __init__(self, model: ByteLM, config: TrainingConfig, text: Text, device: torch.device) -> None:
         self.model, self.config, self.text, self.device = model.to(device), config, text, device
         matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)
-        self.history: list[float] = []
-        self.validations: dict[int, float] = {}
+        self.history: list[float] = []  # training loss of every step, in nats a byte
+        self.validations: dict[int, float] = {}  # by step
 
     @property
     def step(self) -> int:

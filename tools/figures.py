@@ -37,11 +37,7 @@ Row = dict[str, Any]
 
 
 def read(name: str) -> dict[str, Any]:
-    """A measurement, by the name of its file in ``docs/data``, or by its path without ".json".
-
-    Raises:
-        ValueError: the file is not of the schema that this script knows.
-    """
+    """A measurement, by the name of its file in ``docs/data``, or by its path without ".json"."""
     content = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
     if content.get("schema") != SCHEMA:
         raise ValueError(f"docs/data/{name}.json: expected schema {SCHEMA}, got {content.get('schema')!r}")

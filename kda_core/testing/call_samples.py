@@ -97,16 +97,12 @@ class Sample:
     """Some sequences and heads of a call.
 
     Args:
-        r: the call's request, its index tensors on the CPU.
-        slots: of its pool, or None.
+        r: the call's request, its index tensors on the CPU. slots: of its pool, or None.
         elements: of states that may be computed (tokens times value heads times K times V).
-        choice: decides which part of a larger call is taken.
-        most_states: elements of all states at one token.
+        choice: decides which part of a larger call is taken. most_states: elements of all states at one token.
 
     Attributes:
-        sequences: their numbers.
-        heads, value_heads: slices.
-        tokens: most tokens of every sequence; None: all.
+        sequences: their numbers. heads, value_heads: slices. tokens: most of every sequence; None: all.
         whole: whether all sequences are in it, with all their tokens.
     """
 

@@ -187,11 +187,7 @@ def _scan(
 
 
 def compare_edges(kda: Subject, call: Call) -> None:
-    """Run the halves of a call with ``Edges``, and with states that lie as its fragments do.
-
-    Raises:
-        Mismatch: a result has other bits; or is another, where the given states meet the matrices.
-    """
+    """Run the halves of a call with ``Edges``, and with states that lie as its fragments do: the same bits come out."""
     r, backend = processes(kda, call, ())[0].request, registry.named(kda.name)
     F, lead, rows, device = r.N, (r.HV, r.K), r.cu_seqlens is not None, r.device
     N, C = (F + 2, 3) if rows else (F, F)

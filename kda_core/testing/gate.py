@@ -47,14 +47,9 @@ def check(
     subject: Subject, tensors: dict[str, Tensor], lower_bound: float | None = None, backward: bool = False,
     wrt: Collection[str] = DIFFERENTIABLE,
 ) -> None:  # fmt: skip
-    """Call ``kda_gate`` and compare its result (and gradients) with the oracle's.
+    """Call ``kda_gate`` and compare its result, and gradients of ``wrt``, with the oracle's; raises as ``Subject.run``.
 
-    Args:
-        wrt: the arguments whose gradient is asked for. The result's gradient is a slice of a wider tensor.
-
-    Raises:
-        Refused: the backend does not serve the call.
-        Mismatch: a result is off.
+    The result's gradient is a slice of a wider tensor.
     """
     g = tensors["g"]
     by_head = {n: t.reshape(g.shape[-2:]) if n == "dt_bias" else t for n, t in tensors.items()}

@@ -42,11 +42,7 @@ def turned_down(backend: str, call: Call, device: torch.device) -> str | None:
 
 
 def nearest(info: BackendInfo, case: Case, build: Build, serves: Callable[[Call], bool]) -> tuple[Case, Build] | None:
-    """The case with as few changes as make a backend serve it, and what makes its call; None: nothing helps.
-
-    Args:
-        serves: whether the backend serves a call, and the call still shows what the test is about.
-    """
+    """The case with as few changes as make ``serves`` accept its call, and what makes that; None: nothing helps."""
     base, key = within(case, info), (info.name, case.op)
     # A call on a pool needs states and has its pool already.
     is_pooled = build(case).has_pool

@@ -268,18 +268,12 @@ def _initial_state(r: Request) -> Tensor:
 
 
 def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rounded: dict[str, float]):
-    """Samples of every result of a request, perturbed as a kernel's rounding would.
+    """Samples of every result of a request, perturbed as a kernel's rounding would: by name, along a leading axis.
 
     Args:
         r: the request with float64 tensors on the CPU (``in_float64``), without a pool.
-        noise: what to perturb.
-        samples: how many independent samples.
         grads: gradients of "o" and "final_state" (layout of the request), or empty: forward only.
         rounded: unit roundoff of each result when it is stored.
-
-    Returns:
-        Results by name, each with a leading axis of ``samples``: "o", "final_state", "h" and, with ``grads``,
-        "dq", ..., in the layout of the request.
     """
     # float32 arithmetic is accurate enough for the rounding of half types, and twice as fast.
     working = torch.float32 if noise.operand > 64 * unit_roundoff(torch.float32) else torch.float64

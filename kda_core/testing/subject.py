@@ -50,9 +50,8 @@ MOST_BYTES_OF_REPEATED_CALLS = 2**24
 class Refused(Exception):
     """The backend does not serve the call.
 
-    Attributes:
-        status: "refused" (by declared features and limits), "rejected" (by its hook ``kda_core_reject``)
-            or "left out" (the interpreter cannot run it).
+    It is "refused" by declared features and limits, "rejected" by ``kda_core_reject``, or "left out": the interpreter
+    cannot run it.
     """
 
     def __init__(self, status: str, reason: str) -> None:
@@ -86,11 +85,7 @@ class Record:
         return Refused(status, "; ".join(reasons))
 
     def refused(self, error: UnsupportedCall, declared: list[str]) -> Refused:
-        """Note that the backend refused the call; returns the exception that says so.
-
-        Raises:
-            Mismatch: the message lacks a declared reason.
-        """
+        """Note that the backend refused the call; returns the exception that says so, or raises ``Mismatch``."""
         missing = [reason for reason in declared if reason not in str(error)]
         if missing:
             raise Mismatch(f"refused without the declared reason {missing[0]!r}: {error}") from error
@@ -188,10 +183,7 @@ class Subject:
         memory round everything) stay as they are, bit for bit; slots of a pool that the call does not write stay too;
         results have the shapes, dtypes and device of the contract; optional results are there exactly when asked for;
         rows of no sequence are zero; sequences without tokens pass their states on; made again, small calls have the
-        same bits on devices.
-
-        Args:
-            wrt: the arguments whose gradient a call with gradients asks for.
+        same bits on devices. ``wrt``: the arguments whose gradient a call with gradients asks for.
 
         Raises:
             Refused: the backend does not serve the call.
@@ -250,19 +242,13 @@ class Subject:
         return results
 
     def check(self, call: Call | Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Results:
-        """Make the call and compare every result with the oracle, within the budgets.
+        """Make the call and compare every result with the oracle, within the budgets; raises as ``run`` does.
 
         Args:
             call: a call; or a case: where the backend refuses its call, the nearest case that it serves is checked too,
                 if it declares what the test is about.
             build: makes the call of a case.
             about: features that the nearest case must still need, beside those of the test.
-
-        Returns:
-            The results of the call, or of the nearest case's.
-
-        Raises:
-            Refused, Mismatch: as ``run``.
         """
         case, call = (call, build(call)) if isinstance(call, Case) else (None, call)
         try:
@@ -302,11 +288,7 @@ class Subject:
         return turned_down(self.name, call, self.device) is None
 
     def compare(self, call: Call, results: Results) -> None:
-        """Compare results of a call with the oracle's; each must be within its budget, widened by declared slack.
-
-        Raises:
-            Mismatch: names every output outside its budget, with its error and place.
-        """
+        """Compare results with the oracle's; a ``Mismatch`` names those outside of their budgets and declared slack."""
         expected, compared = references.results(call), self._comparison(call)
         # Written slots of a pool are compared as final states, all others bit for bit.
         names = [n for n in results if n not in ("pool", "checkpoints", "records")]
@@ -314,11 +296,7 @@ class Subject:
             raise Mismatch(f"{call.op} of {call.name!r} on {self.name!r}:\n  " + "\n  ".join(wrong))
 
     def expect(self, call: Call, name: str, got: Tensor, expected: Tensor, what: str) -> None:
-        """Compare a tensor with an expected one, within the budget that output ``name`` of ``call`` has.
-
-        Raises:
-            Mismatch: its error exceeds the budget.
-        """
+        """Compare a tensor with an expected one, within the budget that output ``name`` of ``call`` has."""
         if wrong := self._comparison(call)(name, got, expected.double()):
             raise Mismatch(f"{what}, {call.name!r}: {wrong}")
 

@@ -121,12 +121,7 @@ def checks() -> list[Check]:
 
 
 def by_case(backend: str, device: torch.device | None = None, names: Collection[str] = ()) -> Iterator[list[Row]]:
-    """Check a backend, case by case.
-
-    Args:
-        backend: its name.
-        device: where to run; None: the best device of this machine that it can serve.
-        names: of the cases to run; all where none is named.
+    """Check a backend on a device, or on the best one, case by case: those that are named, or all.
 
     Yields:
         The rows of a case, as soon as it ran: one for every output, or one that says that it is refused. Then the
