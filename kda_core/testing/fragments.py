@@ -156,8 +156,8 @@ class _Run:
         begun = [self._begin("kda_core_chunk_begin_backward", q) for q in requests]
         transposed = [m.mT if b.matrices is None else b.matrices for m, b in zip(matrices, begun, strict=True)]
         given, first = _scan(self.own, transposed, begun, _k_first(r, grads.get("final_state")), backwards=True)
-        grads = [self._finish_backward(q, b, x) for q, b, x in zip(requests, begun, given, strict=True)]
-        found = {n: [x[n].cpu() for x in grads] for n in needs}
+        parts = [self._finish_backward(q, b, x) for q, b, x in zip(requests, begun, given, strict=True)]
+        found = {n: [x[n].cpu() for x in parts] for n in needs}
         joined = {f"d{n}": torch.cat(x, 1) if n in DATA else sum(x) for n, x in found.items()}
         if "initial_state" in names:
             first = first.mT if r.state_v_first else first

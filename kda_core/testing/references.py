@@ -72,12 +72,13 @@ def _backward(r: Request, grads: Results) -> Results:
     grads = {n: t.double() for n, t in grads.items()}
     lengths = [end - start for _, start, end in reference.sequence_bounds(r)]
     kept = _KEPT_STATES * 8 * r.N * max(lengths, default=0) * r.HV * r.K * r.V
-    return _whole_backward(r, grads) if kept <= MAX_GRAPH_BYTES else _piecewise_backward(r, grads)
+    return whole_backward(r, grads) if kept <= MAX_GRAPH_BYTES else _piecewise_backward(r, grads)
 
 
-def _whole_backward(r: Request, grads: Results) -> Results:
+def whole_backward(r: Request, grads: Results) -> Results:
+    """Results and gradients of a request in float64, on its device."""
     names = [n for n in reference.DIFFERENTIABLE if getattr(r, n) is not None]
-    leaves = {n: getattr(r, n).detach().clone().requires_grad_() for n in names}
+    leaves = {n: getattr(r, n).detach().to(torch.float64, copy=True).requires_grad_() for n in names}
     with torch.enable_grad():
         found = reference.oracle(r, inputs=leaves)
         outputs = {"o": found.o, "final_state": found.final_state.mT if r.state_v_first else found.final_state}
@@ -114,7 +115,7 @@ def _piecewise_backward(r: Request, grads: Results, most_bytes: int = MAX_GRAPH_
         d_state = grads.get("final_state", torch.zeros_like(total["final_state"]))[n : n + 1]
         for tokens, piece in reversed(pieces):
             given = {"o": grads["o"][tokens]} if "o" in grads else {}
-            found = _whole_backward(piece, given | {"final_state": d_state})
+            found = whole_backward(piece, given | {"final_state": d_state})
             for name in DATA:
                 total[f"d{name}"][tokens] = found[f"d{name}"]
             for name in like.keys() & {"A_log", "dt_bias"}:
