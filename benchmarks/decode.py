@@ -31,20 +31,18 @@ from peers import KIMI_LINEAR, add_peers, first_runs, imported, load_peers
 from torch import Tensor
 
 import kda_core
-from kda_core._bench import reason, take_turns
+from kda_core._bench import Function, reason, take_turns
 from kda_core.nn import kda_decode_step
 
 CHUNK = "chunk_kda"
-COLD = 256 * 2**20
-"""Bytes of states that a round of steps reads at least: several caches."""
+COLD = 256 * 2**20  # Bytes of states that a round of steps reads at least: several caches
 FEWEST_STEPS, STRETCH = 8, 10
 """Steps in a graph at least: they share the cost of starting a replay. Steps in a row on a CPU."""
-WARM_TURNS, TURNS = 2, 15
+TURNS = 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = ("K first", "V first")
 
-Step = Callable[[Tensor], object]
-"""A step over the slots that it is given."""
+Step = Callable[[Tensor], object]  # A step over the slots that it is given
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,12 +82,7 @@ def make_pool(slots: int, H: int, K: int, dtype: torch.dtype, device: torch.devi
 
 
 class Work:
-    """The inputs of a row, and its steps.
-
-    Attributes:
-        tensors, options: of the token's call, without states and slots.
-        pool: [slots, H, K, K] states.
-    """
+    """The inputs of a row, and its steps: those of the token's call, and a pool of states [slots, H, K, K]."""
 
     def __init__(self, N: int, T: int, state: str, layout: str, options: Namespace) -> None:
         self.N, self.v_first, self.backend, device = N, layout == "V first", options.backend, options.device
@@ -112,31 +105,27 @@ class Work:
 
     def slots(self) -> Iterator[Tensor]:
         """Slots for successive calls, shuffled over the whole pool: [N], or for drafts [N, T]."""
-        N, T, generator = self.N, self.out.shape[1], torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         order = torch.randperm(len(self.pool), generator=generator).to(torch.int32).to(self.pool.device)
-        shape = (N, T) if self.drafts else (N,)
+        shape = (self.N, self.out.shape[1]) if self.drafts else (self.N,)
         size = math.prod(shape)
-        while True:
-            for i in range(len(self.pool) // size):
-                yield order[i * size : (i + 1) * size].view(shape).contiguous()
+        for i in itertools.cycle(range(len(self.pool) // size)):
+            yield order[i * size : (i + 1) * size].view(shape).contiguous()
 
     def steps(self, T: int, peers: list[str]) -> Iterator[tuple[str, Step]]:
         """The implementations that are timed."""
         given = self.tensors | self.options
         given |= {"state_v_first": self.v_first, "out": self.out, "initial_state": self.pool}
         ours = given | {"backend": self.backend}
-        if self.drafts:
-            yield from self.draft_steps(ours, T, self.theirs(given) if "fla" in peers else None)
-            return
-        if self.layer:
-            yield from self.layer_steps(ours, self.theirs(given) if "fla" in peers else None)
+        theirs = self.theirs(given) if "fla" in peers else None
+        if self.drafts or self.layer:
+            yield from self.draft_steps(ours, T, theirs) if self.drafts else self.layer_steps(ours, theirs)
             return
         yield OURS, lambda slots: kda_core.fused_recurrent_kda(**ours, ssm_state_indices=slots)
         if T > 1:
             yield CHUNK, lambda slots: kda_core.chunk_kda(**ours, ssm_state_indices=slots)
             return
-        if "fla" in peers:
-            theirs = self.theirs(given)
+        if theirs is not None:
             yield "fla", lambda slots: theirs(ssm_state_indices=slots)
         if "transformers" in peers and not self.v_first and self.pool.dtype == torch.float32:
             function = imported(KIMI_LINEAR, "recurrent_kimi_delta_attention")
@@ -150,13 +139,13 @@ class Work:
 
             yield "transformers", fallback
 
-    def theirs(self, given: dict[str, Any]) -> Callable[..., Any]:
+    def theirs(self, given: dict[str, Any]) -> Function:
         """fla's kernel with the inputs, in the pool."""
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
         return partial(fused_recurrent_kda_fwd, **given, scale=self.pool.shape[-1] ** -0.5, inplace_final_state=True)
 
-    def layer_steps(self, given: dict[str, Any], theirs: Callable[..., Any] | None) -> Iterator[tuple[str, Step]]:
+    def layer_steps(self, given: dict[str, Any], theirs: Function | None) -> Iterator[tuple[str, Step]]:
         """Convolution of 4 taps, recurrence and gated norm in one call; the recurrence alone; fla's kernels."""
         N, slots, (H, K) = self.N, len(self.pool), self.pool.shape[1:3]
         like = self.tensors["q"]
@@ -188,9 +177,7 @@ class Work:
 
             yield "fla", kernels
 
-    def draft_steps(
-        self, given: dict[str, Any], T: int, theirs: Callable[..., Any] | None
-    ) -> Iterator[tuple[str, Step]]:
+    def draft_steps(self, given: dict[str, Any], T: int, theirs: Function | None) -> Iterator[tuple[str, Step]]:
         """Drafts of T tokens: a slot for every token, records, records behind a commit of some tokens, and a tree."""
         call, device, N = kda_core.fused_recurrent_kda, self.pool.device, self.N
         records, earlier = (kda_core.empty_records(N, T, *self.pool.shape[1:], device=device) for _ in range(2))
@@ -225,8 +212,8 @@ def measure(N: int, T: int, state: str, layout: str, peers: list[str], options: 
             firsts = {name: partial(step, next(work.slots())) for name, step in steps.items()}
             runs, row["left_out"] = first_runs(firsts, (OURS, CHUNK))
             steps = {name: steps[name] for name in runs}
-            on_gpu = options.device.type == "cuda"
-            times = times_on_gpu(steps, work) if on_gpu else times_on_cpu(steps, work, T, options.seconds)
+            gpu = options.device.type == "cuda"
+            times = times_on_gpu(steps, work) if gpu else times_on_cpu(steps, work, T, options.seconds)
         row["implementations"] = {name: {"ms": summary(ms)} for name, ms in times.items()}
     # Go on with the next row.
     except Exception as error:
@@ -243,11 +230,8 @@ def times_on_gpu(steps: dict[str, Step], work: Work) -> dict[str, list[float]]:
         kept.append(indices)  # graphs read them where they lie
         step(indices[0])
         graphs[name] = capture(lambda step=step, indices=indices: [step(i) for i in indices], device)
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(WARM_TURNS + TURNS):
-        for name, replay in graphs.items():
-            times[name].append(measuring.elapsed(replay) / calls)
-    return {name: found[WARM_TURNS:] for name, found in times.items()}
+    times = measuring.by_turns({name: partial(measuring.elapsed, replay) for name, replay in graphs.items()}, TURNS)
+    return {name: [ms / calls for ms in found] for name, found in times.items()}
 
 
 def times_on_cpu(steps: dict[str, Step], work: Work, T: int, seconds: float) -> dict[str, list[float]]:

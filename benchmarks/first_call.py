@@ -10,6 +10,7 @@ compiled. The clock starts after torch is imported and the device is started. A 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -45,22 +46,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = Rows(options)
     backend = ["--backend", options.backend] if options.backend else []
-    for case in options.shapes:
-        for name, backward in CALLS.items():
-            row: Row = {"suite": "first-call", "shape": case.name, "backward": backward, "calls": options.calls}
-            line = [__file__, "--device", str(options.device), *backend, "--shapes", case.name]
-            line += ["--calls", str(options.calls), "--child", name]
-            with tempfile.TemporaryDirectory() as cache:
-                try:
-                    row |= json.loads(child(PROGRAM, *line, environment=os.environ | {CACHE: cache}))
-                except ChildFailed as error:
-                    row["failed"] = str(error)
-            text = f"{case.name}, {name}"
-            text += f": {row['seconds']:.1f} s, {row['kernels']} kernels" if "seconds" in row else ""
-            if "later_random_T" in row:
-                later = (row["later_random_T"], row["later_random_packings"])
-                text += f"; {options.calls} steps each: {later[0]} by other lengths, {later[1]} by packings"
-            rows.add(row, text)
+    for case, (name, backward) in itertools.product(options.shapes, CALLS.items()):
+        row: Row = {"suite": "first-call", "shape": case.name, "backward": backward, "calls": options.calls}
+        line = [__file__, "--device", str(options.device), *backend, "--shapes", case.name]
+        line += ["--calls", str(options.calls), "--child", name]
+        text = f"{case.name}, {name}"
+        with tempfile.TemporaryDirectory() as cache:
+            try:
+                row |= json.loads(child(PROGRAM, *line, environment=os.environ | {CACHE: cache}))
+                text += f": {row['seconds']:.1f} s, {row['kernels']} kernels"
+            except ChildFailed as error:
+                row["failed"] = str(error)
+        if "later_random_T" in row:
+            text += f"; {options.calls} steps each: {row['later_random_T']} by other lengths, "
+            text += f"{row['later_random_packings']} by packings"
+        rows.add(row, text)
     return rows.status
 
 

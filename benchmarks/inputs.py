@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kda_core import reference
 from kda_core.reference import DIFFERENTIABLE
+from kda_core.testing import references
 from kda_core.testing.cases import LOWER_BOUND, Case
 from kda_core.testing.inputs import Call
 
@@ -44,8 +45,7 @@ INITIAL_STEP, INITIAL_RATE, INITIAL_SPREAD = (1e-3, 0.1), (1.0, 16.0), 0.1
 
 COMPARED_HEADS, COMPARED_SEQUENCES = 2, 16
 COMPARED_TOKENS = {"training": {"cuda": 512, "cpu": 128}, "inference": {"cuda": 8192, "cpu": 2048}}
-STATE_BYTES = {"cuda": 4 * 2**30, "cpu": 2**29}
-"""Most bytes of the oracle's states: it keeps the states of all tokens."""
+STATE_BYTES = {"cuda": 4 * 2**30, "cpu": 2**29}  # Most bytes of the oracle's states: it keeps the states of all tokens
 
 
 def parse_shape(text: str) -> Case:
@@ -174,17 +174,11 @@ def bytes_moved(call: Call) -> int:
 
 def oracle(call: Call) -> dict[str, Tensor]:
     """Results by name, with gradients if the call has them, in float64 by the token recurrence on its device."""
-    request = call.request()
-    leaves = {n: getattr(request, n).detach().double() for n in DIFFERENTIABLE if n in call.tensors}
-    for leaf in leaves.values():
-        leaf.requires_grad_(bool(call.grads))
-    found = reference.oracle(request, inputs=leaves)
-    results = {"o": found.o, "final_state": found.final_state.mT if request.state_v_first else found.final_state}
-    if call.grads:
-        given = [results[n] for n in call.grads]
-        grads = torch.autograd.grad(given, list(leaves.values()), [t.double() for t in call.grads.values()])
-        results |= {f"d{n}": t for n, t in zip(leaves, grads, strict=True)}
-    return {n: t.detach() for n, t in results.items()}
+    r, grads = call.request(), {n: t.double() for n, t in call.grads.items()}
+    if grads:
+        return references.whole_backward(r, grads)
+    found = reference.oracle(r, inputs={n: getattr(r, n).double() for n in DIFFERENTIABLE if n in call.tensors})
+    return {"o": found.o, "final_state": found.final_state.mT if r.state_v_first else found.final_state}
 
 
 def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float | str]:

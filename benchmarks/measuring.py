@@ -24,27 +24,20 @@ import kda_core
 from kda_core import _cli
 from kda_core._bench import Run, device_for, take_turns
 
-SCHEMA = 1
-"""Version of the JSON; raised when a field changes its meaning."""
+SCHEMA = 1  # Version of the JSON; raised when a field changes its meaning
 OURS = "kda_core"
 HERE = Path(__file__).parent
+WARM_TURNS = 2
 
-Row = dict[str, Any]
-"""One measurement, ready for JSON; "suite" names its program, "failed" says why there is none."""
+Row = dict[str, Any]  # One measurement, ready for JSON; "suite" names its program, "failed" says why there is none
 
-IDENTITY = ("suite", "shape", "case", "gate", "decay", "dtype", "backward")
-"""Fields by which a row is told from others."""
-
+IDENTITY = ("suite", "shape", "case", "gate", "decay", "dtype", "backward")  # Fields by which a row is told from others
 PROGRAM = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 """Runs the program whose file and arguments follow."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with the common options, which reports an error in one line.
-
-    Args:
-        program: the program's file. text: its docstring.
-    """
+    """A parser of the program in a file, by its docstring, with the common options; an error is one line."""
 
     def __init__(self, program: str, text: str) -> None:
         super().__init__(prog=Path(program).name, description=text.split("\n\n")[0])
@@ -98,22 +91,18 @@ def count(text: str) -> int:
 
 
 class Rows:
-    """The rows of a run and of the file that it adds to, in memory and in the JSON file.
+    """The rows of a run and of the file that it adds to, in memory and in the JSON file; and the exit status.
 
     Args:
-        options: what ``Parser.parse`` returned. versions: of the peers.
-        content: further fields of the JSON.
-
-    Attributes:
-        status: the program's exit status.
+        options: what ``Parser.parse`` returned. versions: of the peers. content: further fields of the JSON.
     """
 
     def __init__(self, options: argparse.Namespace, versions: Mapping[str, str] | None = None, **content: Any) -> None:
         self.file, self.status = options.json, 0
         self.rows: list[Row] = options.earlier["rows"]
-        found = options.earlier.get("environment", {}).get("versions", {})
-        found |= {OURS: kda_core.__version__, "torch": torch.__version__, "triton": _cli.version_of("triton")}
-        found |= {"driver": _driver()} | dict(versions or {})
+        before = options.earlier.get("environment", {})
+        found = before.get("versions", {}) | {OURS: kda_core.__version__, "torch": torch.__version__}
+        found |= {"triton": _cli.version_of("triton"), "driver": _driver()} | dict(versions or {})
         environment = {
             "device": _cli.device_name(options.device),
             "date": datetime.date.today().isoformat(),
@@ -123,7 +112,6 @@ class Rows:
         }
         # Rows of earlier runs keep their day and commit.
         self.run = {n: environment[n] for n in ("date", "commit")}
-        before = options.earlier.get("environment", {})
         for row in self.rows:
             row |= {n: row.get(n, before.get(n)) for n in self.run}
         self.content: dict[str, Any] = {"schema": SCHEMA, "environment": environment, **content}
@@ -189,7 +177,7 @@ def number(x: float) -> str:
     return f"{x:.3f}" if x < 10 else f"{x:.1f}" if x < 1000 else f"{x:,.0f}"
 
 
-def capture(run: Callable[[], Any], device: torch.device) -> Run:
+def capture(run: Callable[[], Any], device: torch.device, **options: Any) -> Run:
     """Replays of a CUDA graph of one call, which must have run before: autotuners cannot be captured."""
     # The capture runs on another stream, which does not wait for the inputs.
     torch.cuda.synchronize(device)
@@ -198,7 +186,7 @@ def capture(run: Callable[[], Any], device: torch.device) -> Run:
         run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, **options):
         kept = run()
     torch.cuda.synchronize(device)
 
@@ -219,6 +207,12 @@ def elapsed(run: Run) -> float:
     return start.elapsed_time(end)
 
 
+def by_turns(runs: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+    """The results of every run, one after the other in each turn; the first two turns do not count."""
+    found = [[run() for run in runs.values()] for _ in range(WARM_TURNS + turns)][WARM_TURNS:]
+    return dict(zip(runs, map(list, zip(*found, strict=True)), strict=True))
+
+
 @functools.cache
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second, read and written, of a large copy: the faster of a memcpy and an elementwise kernel."""
@@ -233,13 +227,10 @@ class ChildFailed(Exception):
 
 
 def child(code: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-    """The last line that a program of another process prints.
+    """The last line that a program of another process prints; raises ``ChildFailed``.
 
     The process is isolated: it starts in an empty folder and imports from this process's path, so that no file in the
     working folder takes a module's place.
-
-    Raises:
-        ChildFailed: its exit status is not 0.
     """
     path = [entry for entry in sys.path if os.path.isabs(entry)]
     line = [sys.executable, "-I", "-c", f"import sys; sys.path[:] = {path!r}\n{code}", *arguments]

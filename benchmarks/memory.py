@@ -41,17 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
     rows = Rows(options, versions)
     backend = ["--backend", options.backend] if options.backend else []
     for case in options.shapes:
-        row: Row = {"suite": "memory", "shape": case.name, "implementations": {}, "left_out": {}}
+        sizes, left_out, each = {}, {}, case.B * case.T * (case.HV or case.H)
         for name in (OURS, *functions):
             try:
                 line = (__file__, "--device", "cpu", *backend, "--shapes", case.name, "--child", name)
-                row["implementations"][name] = {"grown_bytes": int(child(PROGRAM, *line))}
+                sizes[name] = int(child(PROGRAM, *line))
             except ChildFailed as error:
-                row["left_out"][name] = str(error)
-        if OURS in row["left_out"]:
-            row["failed"] = row["left_out"].pop(OURS)
-        sizes = {name: found["grown_bytes"] for name, found in row["implementations"].items()}
-        each = case.B * case.T * (case.HV or case.H)
+                left_out[name] = str(error)
+        row: Row = {"suite": "memory", "shape": case.name, "left_out": left_out}
+        row["implementations"] = {name: {"grown_bytes": size} for name, size in sizes.items()}
+        row |= {"failed": left_out.pop(OURS)} if OURS in left_out else {}
         lines = (f"  {n:15} {x / 2**20:7.0f} MiB {x / each:7.0f} bytes a token and head" for n, x in sizes.items())
         rows.add(row, f"{case.name}: a forward's memory beside its inputs", *lines)
     return rows.status

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import Parser, Rows, elapsed
+from measuring import Parser, Rows, capture, elapsed
 from torch import Tensor
 
 import kda_core
@@ -35,11 +35,8 @@ from kda_core.distributed import ContextParallel, build_cp_context
 SHAPES = {"cuda": ("32768x32x128", "131072x32x128", "32768x8x128", "262144x8x128"), "cpu": ("256x4x16", "512x2x16")}
 ROWS = ("q", "k", "v", "g", "beta")
 OPTIONS = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-GRID = 4096
-"""Rows of a cell, at most; of fewer tokens an eighth, so that up to eight ranks have the same bits."""
-HOST_ROWS = 64
-"""Rows a rank of the calls that are bound by the host."""
-
+GRID = 4096  # Rows of a cell, at most; of fewer tokens an eighth, so that up to eight ranks have the same bits
+HOST_ROWS = 64  # Rows a rank of the calls that are bound by the host
 Function = Callable[..., Any]
 
 
@@ -181,18 +178,20 @@ def sent(run: Function, tensors: dict[str, Tensor], **more: Any) -> int:
     return sum(t.nbytes for t in kda_core.explain(**given, **OPTIONS, **more).transfers)
 
 
-def measure_shape(T: int, heads: int, K: int, ranks: Ranks, peers: bool) -> None:
-    """The share of one rank by itself, and all ranks together; of ``peers`` the latter alone."""
+def measure_shape(T: int, heads: int, K: int, ranks: Ranks, peers: bool, whole: bool = False) -> None:
+    """The share of one rank by itself, all ranks together, and one on all tokens; of ``peers`` the second alone."""
     name = f"T={T} heads={heads} K={K}"
     ways = ways_of(T, ranks, peers, "ideal")
     if not peers and heads % ranks.size == 0:
         ways["heads"] = (kda_core.chunk_kda, {})
+    if whole:
+        ways["whole"] = (kda_core.chunk_kda, {})
     for mode, run in MODES.items():
         for way, (function, more) in ways.items():
             if not ranks.has_time(5):
                 return
             with reported(ranks, f"{name} {mode} {way}"):
-                sizes = (T, heads // ranks.size) if way == "heads" else (T // ranks.size, heads)
+                sizes = {"heads": (T, heads // ranks.size), "whole": (T, heads)}.get(way, (T // ranks.size, heads))
                 tensors = draw(*sizes, K, ranks, ranks.rank)
                 grad = torch.randn_like(tensors["v"])
                 ranks.forget_peak()
@@ -211,18 +210,6 @@ def measure_exchange(heads: int, K: int, ranks: Ranks) -> None:
     took = ranks.milliseconds(lambda: dist.all_gather_into_tensor(every, own))
     text = f"all_gather of {own.nbytes / 2**20:.1f} MiB, heads={heads}: {took:.3f} ms"
     ranks.add(text, shape=f"heads={heads} K={K}", mode="exchange", way="all_gather", ms=took, sent=own.nbytes)
-
-
-def measure_whole(T: int, heads: int, K: int, ranks: Ranks) -> None:
-    """One device on all tokens, every rank for itself."""
-    name = f"T={T} heads={heads} K={K}"
-    with reported(ranks, f"{name} one device"):
-        tensors = draw(T, heads, K, ranks, 0)
-        grad = torch.randn_like(tensors["v"])
-        for mode, run in MODES.items():
-            took = ranks.milliseconds(lambda run=run: run(kda_core.chunk_kda, tensors, grad))
-            ranks.add(f"{name} {mode:8} whole    {took:8.3f} ms  on one", shape=name, mode=mode, way="whole", ms=took)
-    ranks.forget_peak()
 
 
 def digest(t: Tensor, c: ContextParallel | None) -> int:
@@ -258,21 +245,18 @@ def measure_errors(T: int, heads: int, K: int, ranks: Ranks) -> None:
             same = [all(torch.equal(a, b) for a, b in zip(found, other, strict=True)) for other in again]
             errors, bits = {}, 0
             for n, t in zip(names, found, strict=True):
-                bits += digest(t, c if n in ("o", *ROWS) else None)
-                expected = whole[n]
-                if n in ("o", *ROWS):
+                is_local, expected = n in ("o", *ROWS), whole[n]
+                bits += digest(t, c if is_local else None)
+                if is_local:
                     expected = c.local(expected)
                 else:
-                    t = t.clone()
-                    dist.all_reduce(t)
+                    dist.all_reduce(t := t.clone())
                 difference = (t.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
                 errors[n] = ranks.worst(float(difference))
-            text = " ".join(f"{n} {x:.1e}" for n, x in errors.items()) + f"; bits {bits & 0xFFFFFFFF:08x}"
-            ranks.add(
-                f"errors beside one, T={T} heads={heads} {layout}: {text}; repeats {same[0]}, compiled {same[1]}",
-                shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, repeats=same[0],
-                compiled=same[1], bits=f"{bits & 0xFFFFFFFF:08x}",
-            )  # fmt: skip
+            row = {"repeats": same[0], "compiled": same[1], "bits": f"{bits & 0xFFFFFFFF:08x}"}
+            text = " ".join(f"{n} {x:.1e}" for n, x in errors.items()) + f"; {row}"
+            text = f"errors beside one, T={T} heads={heads} {layout}: {text}"
+            ranks.add(text, shape=f"T={T} heads={heads} K={K}", mode="errors", way=layout, errors=errors, **row)
 
 
 def measure_host(heads: int, K: int, ranks: Ranks, peers: bool) -> None:
@@ -304,29 +288,18 @@ def measure_graph(T: int, heads: int, K: int, ranks: Ranks) -> None:
         with reported(ranks, f"graph {mode}"):
             step = functools.partial(run, kda_core.chunk_kda, tensors, grad, cp_context=c)
             c.refresh(bounds)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    step()
-            torch.cuda.current_stream().wait_stream(side)
-            ranks.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                results = step()
+            for _ in range(3):
+                step()
+            replay = capture(step, ranks.device, capture_error_mode="thread_local")
             same = []
             for other in (bounds, [0, T // 5, T]):
                 c.refresh(other)
-                graph.replay()
-                ranks.synchronize()
-                replayed = [t.clone() for t in results]
+                replayed = [t.clone() for t in replay()]
                 same.append(all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True)))
-            replay, eager = ranks.milliseconds(graph.replay), ranks.milliseconds(step)
-            ranks.add(
-                f"graph {mode:8} T={T} heads={heads}: replay {replay:.3f} ms, eager {eager:.3f} ms, same bits {same}",
-                mode=f"graph {mode}", way="kda_core", ms=replay, eager=eager, same=same,
-            )  # fmt: skip
-            del graph, results
+            took, eager = ranks.milliseconds(replay), ranks.milliseconds(step)
+            text = f"graph {mode:8} T={T} heads={heads}: replay {took:.3f} ms, eager {eager:.3f} ms, same bits {same}"
+            ranks.add(text, mode=f"graph {mode}", way="kda_core", ms=took, eager=eager, same=same)
+            del replay
 
 
 def shape(text: str) -> tuple[int, int, int]:
@@ -339,9 +312,7 @@ def shape(text: str) -> tuple[int, int, int]:
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(__file__, __doc__)
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="TxHxK", help="T over all ranks")
-    parser.add_argument(
-        "--whole", type=int, default=262144, metavar="T", help="tokens, at most, of a call on one device"
-    )
+    parser.add_argument("--whole", type=int, default=262144, metavar="T", help="most tokens of a call on one device")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=280, help="rows that would begin later are left out")
     parser.add_argument("--peers", choices=("auto", "none"), default="auto", help="time fla where it is installed")
@@ -363,9 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     for heads in {heads for _, heads, _ in shapes}:
         measure_exchange(heads, shapes[0][2], ranks)
     for T, heads, K in shapes:
-        measure_shape(T, heads, K, ranks, False)
-        if T <= options.whole and ranks.has_time(10):
-            measure_whole(T, heads, K, ranks)
+        measure_shape(T, heads, K, ranks, False, T <= options.whole)
     if ranks.has_time(30):
         measure_errors(shapes[0][0], *shapes[0][1:], ranks)
     measure_host(8, shapes[0][2], ranks, False)

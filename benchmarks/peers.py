@@ -34,8 +34,7 @@ from kda_core._cli import version_of
 from kda_core.testing.inputs import Call
 
 NAIVE, KIMI_LINEAR = "fla.ops.kda.naive", "transformers.models.kimi_linear.modeling_kimi_linear"
-SHORTEST_KERNEL = 0.002
-"""Milliseconds below which a kernel is not listed."""
+SHORTEST_KERNEL = 0.002  # Milliseconds below which a kernel is not listed
 
 
 def fla_chunk_kda() -> Function:
@@ -112,11 +111,7 @@ def main(
     mode: str, program: str, text: str, shapes: dict[str, tuple[str, ...]], peers: tuple[str, ...],
     arguments: list[str] | None = None,
 ) -> int:  # fmt: skip
-    """Measure "training" or "inference".
-
-    Args:
-        program, text: file and docstring of the program. shapes: the default ones by the device's type.
-    """
+    """Measure "training" or "inference"; ``program``, ``text``: its file and docstring."""
     parser = Parser(program, text)
     add_peers(parser, peers)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="SHAPE", help=SYNTAX)
@@ -126,7 +121,6 @@ def main(
     parser.add_argument("--seconds", type=measuring.positive, help="time for a row; default: 0.4; on a CPU 2")
     parser.add_argument("--no-errors", action="store_true", help="do not compare with the float64 oracle")
     parser.add_argument("--profile", action="store_true", help="on a GPU, list our kernels and their times, too")
-    parser.add_argument("--disable-recompute", action="store_true", help="pass it: more memory, less time")
     parser.add_argument("--warm", type=measuring.count, metavar="JOBS", help="compile in that many processes first")
     parser.add_argument("--part", help="INDEX/COUNT of the shapes whose calls one process of --warm runs once")
     options = parser.parse(arguments)
@@ -137,8 +131,6 @@ def main(
     decays = options.decays or (("random", "slow") if gpu else ("random",))
     functions, versions = load_peers(parser, options)
     functions = {OURS: functools.partial(kda_core.chunk_kda, backend=options.backend)} | functions
-    if options.disable_recompute:
-        functions = {name: functools.partial(f, disable_recompute=True) for name, f in functions.items()}
     if options.part:
         index, count = map(int, options.part.split("/"))
         # No kernel depends on the decays' values.
@@ -233,8 +225,7 @@ def growth(run: Run, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-Profiled = Callable[[Run, torch.device], dict[str, float]]
-"""Milliseconds of every kernel of a call."""
+Profiled = Callable[[Run, torch.device], dict[str, float]]  # Milliseconds of every kernel of a call
 
 
 def kernels(run: Run, device: torch.device, calls: int = 3) -> dict[str, float]:

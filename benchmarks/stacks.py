@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 from inputs import draw_gate, errors, oracle
-from measuring import OURS, Parser, Row, Rows, capture, count, elapsed, median, number, summary
+from measuring import OURS, Parser, Row, Rows, by_turns, capture, count, elapsed, median, number, summary
 from torch import Tensor
 
-from kda_core._bench import reason
+from kda_core._bench import Run, reason
 from kda_core._cli import version_of
 from kda_core.testing.inputs import Call
 
-COLD, COMPARED_HEADS, STRETCH, WARM_TURNS = 256 * 2**20, 2, 10, 2
+COLD, COMPARED_HEADS, STRETCH = 256 * 2**20, 2, 10
 CASES = ("1x1", "8x1", "64x1", "64x4", "1x8192", "8x1024")
 """Sequences and tokens of each: decoding, a token with three drafts, prompts."""
 FLAGS = "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_kernel", "state_v_first"
@@ -63,9 +63,8 @@ def main(arguments: list[str] | None = None, stacks: Mapping[str, Stack] | None 
             row: Row = {"suite": "stacks", "shape": f"{stack} {case}", "gate": gate}
             try:
                 with torch.inference_mode():
-                    row["implementations"] = measure(
-                        Work(*map(int, case.split("x")), gate, options), sides, options.turns
-                    )
+                    work = Work(*map(int, case.split("x")), gate, options)
+                    row["implementations"] = measure(work, sides, options.turns)
             # Go on with the next row.
             except Exception as error:
                 row["failed"] = reason(error)
@@ -123,8 +122,7 @@ class Work:
 
 Side = Callable[[Work, int], tuple[Tensor, Tensor | None]]
 """A call, on its slots: o [1, N * T, H, V], and the states after each token if they are not in the pool."""
-Stack = Callable[[torch.device], tuple[Side, Side]]
-"""Makes our side and a stack's own."""
+Stack = Callable[[torch.device], tuple[Side, Side]]  # Makes our side and a stack's own
 
 
 def bare(home: str) -> None:
@@ -232,7 +230,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def measure(x: Work, sides: dict[str, Side], turns: int) -> dict[str, Any]:
     """Errors, and milliseconds of a call by turns, by side."""
-    device, expected, found, replays = x.q.device, x.expected(), {}, {}
+    device, expected, found = x.q.device, x.expected(), {}
     first, before = x.slots[0].long(), x.pool[x.slots[0].long()]
     for name, side in sides.items():
         x.refresh()
@@ -241,31 +239,33 @@ def measure(x: Work, sides: dict[str, Side], turns: int) -> dict[str, Any]:
         part = {"o": o[:, :, :COMPARED_HEADS], "final_state": last[:, :COMPARED_HEADS]}
         found[name] = {"errors": errors(part, expected)}
         x.pool[first] = before
-    runs = {name: lambda side=side: [side(x, i) for i in range(len(x.slots))] for name, side in sides.items()}
-    if device.type == "cuda":
-        replays = {name: capture(run, device) for name, run in runs.items()}
-    graph, eager = ({name: [] for name in sides} for _ in range(2))
-    for _ in range(WARM_TURNS + turns):
-        for name, side in sides.items():
-            x.refresh()
-            eager[name].append(stretch(lambda i, side=side: side(x, i % len(x.slots)), device))
-            if replays:
-                x.refresh()
-                graph[name].append(elapsed(replays[name]) / len(x.slots))
-    for name in sides:
-        found[name]["ms"] = summary(eager[name][WARM_TURNS:])
-        if replays:
-            found[name]["device_ms"] = summary(graph[name][WARM_TURNS:])
+    every = {name: partial(all_slots, x, side) for name, side in sides.items()}
+    replays = {name: capture(run, device) for name, run in every.items()} if device.type == "cuda" else {}
+    for name, ms in by_turns({name: partial(stretch, x, side) for name, side in sides.items()}, turns).items():
+        found[name]["ms"] = summary(ms)
+    for name, ms in by_turns({name: partial(replayed, x, run) for name, run in replays.items()}, turns).items():
+        found[name]["device_ms"] = summary(ms)
     return found
 
 
-def stretch(call: Callable[[int], object], device: torch.device) -> float:
+def all_slots(x: Work, side: Side) -> list[object]:
+    return [side(x, i) for i in range(len(x.slots))]
+
+
+def replayed(x: Work, replay: Run) -> float:
+    """Milliseconds of a call in a graph of one for each row of slots."""
+    x.refresh()
+    return elapsed(replay) / len(x.slots)
+
+
+def stretch(x: Work, side: Side) -> float:
     """Milliseconds of a call in a row of calls, with the host."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize = torch.cuda.synchronize if x.q.device.type == "cuda" else lambda: None
+    x.refresh()
     synchronize()
     before = time.perf_counter()
     for i in range(STRETCH):
-        call(i)
+        side(x, i % len(x.slots))
     synchronize()
     return 1e3 * (time.perf_counter() - before) / STRETCH
 

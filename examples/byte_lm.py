@@ -16,21 +16,13 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model.
+    """The shape of a model."""
 
-    Attributes:
-        dim: width of the residual stream.
-        layers: number of blocks.
-        heads: KDA heads in a block.
-        head_dim: dimension of keys and values of a head.
-        mlp_dim: hidden width of the SwiGLU.
-    """
-
-    dim: int = 128
+    dim: int = 128  # width of the residual stream
     layers: int = 2
-    heads: int = 2
-    head_dim: int = 64
-    mlp_dim: int = 384
+    heads: int = 2  # of KDA, in a block
+    head_dim: int = 64  # of keys and values
+    mlp_dim: int = 384  # hidden width of the SwiGLU
 
 
 class SwiGLU(nn.Module):
@@ -89,18 +81,13 @@ class ByteLM(nn.Module):
 
     @torch.inference_mode()
     def generate(self, prompt: bytes, length: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
-        """Yield ``length`` bytes behind ``prompt``, one by one.
+        """Yield ``length`` bytes behind ``prompt``, one by one; the same seed gives the same text on the same machine.
 
-        Args:
-            prompt: at least one byte; goes through ``chunk_kda`` at once.
-            length: bytes to make; each goes through ``fused_recurrent_kda``.
-            temperature: divides the logits; 0 takes the likeliest byte.
-            top_k: choose among the likeliest k bytes; 0: among all.
-            seed: of the random choice; the same seed gives the same text on the same machine.
+        The prompt goes through ``chunk_kda`` at once, each byte behind it through ``fused_recurrent_kda``. A
+        temperature of 0 takes the likeliest byte, ``top_k`` = 0 chooses among all.
         """
-        device = self.head.weight.device
+        device, caches = self.head.weight.device, self.new_caches()
         generator = torch.Generator().manual_seed(seed)
-        caches = self.new_caches()
         tokens = torch.tensor([list(prompt)], device=device)
         for _ in range(length):
             logits = self(tokens, caches)[0, -1].float().cpu()

@@ -21,24 +21,24 @@ from functools import partial
 from importlib import import_module
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from byte_lm import ByteLM, ModelConfig
 from rich.progress import Progress, track
 from torch import Tensor
-from training import Text, Trainer, TrainingConfig, python_help_text
+from training import Parser, Text, Trainer, TrainingConfig, number, python_help_text
 
 from kda_core import chunk_kda, empty_records
 from kda_core.nn import KimiDeltaAttention, gated_rms_norm, kda_decode_step, short_convolution
 
-BLOCK = 64
-"""Tokens of a block of the prefix cache: the chunk of ``chunk_kda``."""
-
+BLOCK = 64  # Tokens of a block of the prefix cache: the chunk of ``chunk_kda``
 MOST = 2**20  # that an option takes
 
-TIE = 1e-4
-"""Logits that are closer than this may change places when they are computed in another batch."""
+TIE = 1e-4  # Logits that are closer than this may change places when they are computed in another batch
+
+
+Rows = list[list[int]]
 
 
 class Slots:
@@ -57,8 +57,7 @@ class Slots:
         return self.cache.pop(unused[0])
 
     def give_back(self, slot: int) -> None:
-        if slot in self.free:
-            raise AssertionError(f"slot {slot} is given back twice")
+        assert slot not in self.free, f"slot {slot} is given back twice"
         self.free.append(slot)
 
     def find(self, keys: list[int]) -> tuple[int, int | None]:
@@ -82,31 +81,20 @@ class Slots:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to be continued.
-
-    Attributes:
-        prompt, length: bytes to read, and how many to write.
-        arrival, cancelled: steps at which it comes, and is taken back (or None).
-        written: bytes so far.
-        slot, row: of the pools, and of the batch; anything while it waits.
-        read: tokens that the state knows, of the prompt and what was written before it was preempted.
-        prefix: a cached slot that its first piece reads.
-        accepted: tokens of the last draft that are kept and not in the state yet; 0 before the first draft.
-        waited: steps without a slot and a row.
-    """
+    """A prompt to be continued."""
 
     prompt: list[int]
-    length: int
-    arrival: int
-    cancelled: int | None = None
+    length: int  # bytes to write
+    arrival: int  # the step at which it comes
+    cancelled: int | None = None  # the step at which it is taken back
     written: list[int] = field(default_factory=list)
-    slot: int = -1
-    row: int = -1
-    read: int = 0
-    prefix: int | None = None
-    accepted: int = 0
-    waited: int = 0
-    tokens: list[int] = field(default_factory=list)
+    slot: int = -1  # of the pools; this and the row are anything while it waits
+    row: int = -1  # of the batch
+    read: int = 0  # tokens that the state knows
+    prefix: int | None = None  # a cached slot that its first piece reads
+    accepted: int = 0  # tokens of the last draft that are kept and not in the state yet; 0 before the first draft
+    waited: int = 0  # steps without a slot and a row
+    tokens: list[int] = field(default_factory=list)  # the prompt, and what was written before it was preempted
 
     def keys(self) -> list[int]:
         """Hashes of the prefixes of whole blocks; the last token is never cached, whose output is needed."""
@@ -133,21 +121,14 @@ class Layers:
             [empty_records(batch, T, *heads, device=device) for *heads, _ in sizes] for _ in range(2)
         )
 
-    def prefill(
-        self, tokens: list[list[int]], read: list[int | None], write: list[int], table: list[list[int]]
-    ) -> Tensor:
+    def prefill(self, tokens: Rows, read: list[int | None], write: list[int], table: Rows) -> Tensor:
         """Logits [N, 256] behind pieces of prompts; ``table``: slots for the states behind each of their blocks."""
         device = self.model.head.weight.device
         bounds = torch.tensor([0, *accumulate(map(len, tokens))], dtype=torch.int32)
-        ends = bounds[1:].tolist()
         old = torch.tensor([slot is not None for slot in read], device=device)
         first, own = (torch.tensor([s or 0 for s in x], device=device) for x in (read, write))
-        marks = [
-            (start + (j + 1) * BLOCK, slot)
-            for start, row in zip(bounds.tolist(), table, strict=False)
-            for j, slot in enumerate(row)
-            if slot >= 0
-        ]
+        starts = enumerate(bounds[:-1].tolist())
+        marks = [(s + (j + 1) * BLOCK, slot) for n, s in starts for j, slot in enumerate(table[n]) if slot >= 0]
         kept = torch.tensor(table, dtype=torch.int32, device=device)
         x = self.model.embedding(torch.tensor([[t for piece in tokens for t in piece]], device=device))
         for i, block in enumerate(self.model.blocks):
@@ -166,9 +147,9 @@ class Layers:
             o = gated_rms_norm(o, gate, m.o_norm.weight, m.norm_eps)
             x = x + m.o_proj(o.flatten(2))
             x = x + block.mlp(block.mlp_norm(x))
-        return self.model.head(self.model.norm(x[0, [e - 1 for e in ends]]))
+        return self.model.head(self.model.norm(x[0, bounds[1:] - 1]))
 
-    def verify(self, tokens: list[list[int]], slots: list[int], accepted: list[int]) -> Tensor:
+    def verify(self, tokens: Rows, slots: list[int], accepted: list[int]) -> Tensor:
         """Logits [batch, T, 256] behind the last byte and each draft of a row, T = 1 + drafts.
 
         First the states advance by the accepted tokens of the row's draft before, 0 to T. A row of slot -1 is padding.
@@ -193,13 +174,8 @@ class Layers:
 
 def projected(m: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of the convolution, g, beta and the norm's gate of a layer."""
-    mixed = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], -1)
-    return (
-        mixed,
-        m.f_proj(x).unflatten(-1, (m.num_v_heads, -1)),
-        m.b_proj(x),
-        m.g_proj(x).unflatten(-1, (m.num_v_heads, -1)),
-    )
+    g, gate = (p(x).unflatten(-1, (m.num_v_heads, -1)) for p in (m.f_proj, m.g_proj))
+    return torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], -1), g, m.b_proj(x), gate
 
 
 def recurrence(m: KimiDeltaAttention, y: Tensor, g: Tensor, beta: Tensor) -> dict[str, Any]:
@@ -215,8 +191,7 @@ def filters(m: KimiDeltaAttention) -> Tensor:
     return torch.cat([m.q_conv1d.weight, m.k_conv1d.weight, m.v_conv1d.weight])
 
 
-Drafter = Callable[[Request, int, random.Random], list[int]]
-"""So many bytes that may follow those of a request."""
+Drafter = Callable[[Request, int, random.Random], list[int]]  # So many bytes that may follow those of a request
 
 
 class Server:
@@ -302,16 +277,11 @@ class Server:
         if not pieces:
             return
         width = max(1, max(count // BLOCK for _, count in pieces))
-        table, cached = [], []
-        for r, count in pieces:
-            row = [-1] * width
+        table, cached = [[-1] * width for _ in pieces], {}
+        for row, (r, count) in zip(table, pieces, strict=True):
             for j, key in enumerate(r.keys()[r.read // BLOCK : (r.read + count) // BLOCK]):
-                if key not in self.slots.cache and all(key != other for other, _ in cached):
-                    found = self.slots.take()
-                    if found is not None:
-                        row[j] = found
-                        cached.append((key, found))
-            table.append(row)
+                if key not in self.slots.cache.keys() | cached and (found := self.slots.take()) is not None:
+                    row[j] = cached[key] = found
         own = [r.slot for r, _ in pieces]
         # From a cached slot, from its own, or from zero.
         read = [r.slot if r.prefix is None and r.read else r.prefix for r, _ in pieces]
@@ -417,43 +387,17 @@ def serve(model: ByteLM, requests: list[Request], server: Server, show: bool = F
     return figures | {"hit_rate": round(hit_rate, 3), "tokens_per_second": round(written / seconds, 1)}
 
 
-def plot(seconds: list[float], file: Path) -> None:
-    from matplotlib import pyplot
-
-    pyplot.hist([1000 * s for s in seconds], bins=40)
-    pyplot.gca().set(xlabel="milliseconds of a step", ylabel="steps")
-    pyplot.savefig(file)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number from ``least`` to ``MOST``."""
-
-    def number(text: str) -> int:
-        if not least <= int(text) <= MOST:
-            raise argparse.ArgumentTypeError(f"expected {least} to {MOST}, got {text}")
-        return int(text)
-
-    return number
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The options, ``device`` as a torch.device; exits where nothing could be served or written."""
-    parser = Parser(prog="serve.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=at_least(1), default=40)
+    parser = Parser("serve.py", __doc__)
+    parser.add_argument("--requests", type=number(1, MOST), default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slots", type=at_least(1), default=48, help="of each layer's pool")
-    parser.add_argument("--batch", type=at_least(1), default=12, help="requests that run at a time")
-    parser.add_argument("--drafts", type=at_least(0), default=3, help="tokens drafted a step")
+    parser.add_argument("--slots", type=number(1, MOST), default=48, help="of each layer's pool")
+    parser.add_argument("--batch", type=number(1, MOST), default=12, help="requests that run at a time")
+    parser.add_argument("--drafts", type=number(0, MOST), default=3, help="tokens drafted a step")
     parser.add_argument("--drafter", choices=DRAFTERS, default="ngram")
-    parser.add_argument("--train", type=at_least(0), default=60, metavar="STEPS", help="of the model, before it serves")
-    parser.add_argument("--piece", type=at_least(BLOCK), default=256, help="tokens of prompts a step")
+    parser.add_argument("--train", type=number(0, MOST), default=60, help="steps of the model, before it serves")
+    parser.add_argument("--piece", type=number(BLOCK, MOST), default=256, help="tokens of prompts a step")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="write a histogram of the steps' latencies to this file")
@@ -482,7 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:  # before the minutes of work, too
         server = Server(model, *sizes, rng, DRAFTERS[options.drafter])
     except (RuntimeError, MemoryError) as error:
-        Parser(prog="serve.py").error(str(error).split("\n")[0] or "out of memory")
+        Parser("serve.py", "").error(str(error).split("\n")[0] or "out of memory")
     for _ in track(trainer.train(), "training", config.steps):
         pass
     model.eval()
@@ -492,7 +436,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(figures))
     if options.plot:
-        plot(server.seconds, options.plot)
+        from matplotlib import pyplot
+
+        pyplot.hist([1000 * s for s in server.seconds], bins=40)
+        pyplot.gca().set(xlabel="milliseconds of a step", ylabel="steps")
+        pyplot.savefig(options.plot)
     return 1 if figures["mismatched"] or figures["leaked_slots"] else 0
 
 

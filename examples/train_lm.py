@@ -11,25 +11,25 @@ rest.
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import contextlib
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
 import torch
-import typer
 from byte_lm import ByteLM, ModelConfig
 from cores import usable_cores
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from training import ExampleError, Text, Trainer, TrainingConfig, python_help_text, read_checkpoint
+from training import ExampleError, Parser, Text, Trainer, TrainingConfig, number, python_help_text, read_checkpoint
 
 import kda_core
 
@@ -62,13 +62,8 @@ def train(trainer: Trainer, folder: Path) -> None:
     every = max(1, config.steps // VALIDATIONS)
     checkpoint = folder / "checkpoint.pt"
     started, first = time.perf_counter(), trainer.step
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} bytes/s,"),
-        TimeRemainingColumn(),
-    )
+    figures = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} bytes/s,")
+    columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=config.steps, completed=first, loss=float("nan"), speed=0)
         for loss in trainer.train():
@@ -107,98 +102,90 @@ def usable_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from error
+        raise ExampleError(f"--device: {error}") from error
 
 
-def given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+def existing_file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} {'is a directory' if Path(text).is_dir() else 'does not exist'}")
+    return Path(text)
 
 
-def main(
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, readable=True, help="File to learn from; default: Python's help texts."
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the checkpoint and the picture.")] = Path("demo-output"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
-    generate_only: Annotated[bool, typer.Option("--generate-only", help="Only write, from the checkpoint.")] = False,
-    steps: Annotated[int | None, typer.Option(min=1, show_default=str(TrainingConfig.steps))] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, show_default=str(TrainingConfig.batch_size))] = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Bytes in a window.", show_default=str(TrainingConfig.context))
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0.0, show_default=str(TrainingConfig.learning_rate))
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, show_default=str(TrainingConfig.seed))] = None,
-    dim: Annotated[int | None, typer.Option(min=1, help="Width.", show_default=str(ModelConfig.dim))] = None,
-    layers: Annotated[int | None, typer.Option(min=1, show_default=str(ModelConfig.layers))] = None,
-    heads: Annotated[int | None, typer.Option(min=1, show_default=str(ModelConfig.heads))] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, show_default=str(ModelConfig.head_dim))] = None,
-    mlp_dim: Annotated[int | None, typer.Option(min=1, show_default=str(ModelConfig.mlp_dim))] = None,
-    prompt: Annotated[str, typer.Option(help="What the generated text begins with.")] = "The ",
-    length: Annotated[int, typer.Option(min=0, help="Bytes to generate.")] = 600,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest byte.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among the likeliest k bytes; 0: all.")] = 40,
-    device: Annotated[str | None, typer.Option(help="Default: the best that an installed backend serves.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Name of a kda_core backend; default: by device.")] = None,
-) -> None:
-    """Train a small byte-level language model with Kimi Delta Attention, then let it write."""
-    model_options = given(dim=dim, layers=layers, heads=heads, head_dim=head_dim, mlp_dim=mlp_dim)
-    training_options = given(
-        steps=steps, batch_size=batch_size, context=context, learning_rate=learning_rate, seed=seed
-    )
-    if not prompt:
-        raise typer.BadParameter("at least one character is needed", param_hint="--prompt")
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """The options; those of ``ModelConfig`` and ``TrainingConfig`` only where they are given."""
+    parser = Parser("train_lm.py", __doc__)
+    parser.add_argument("--text", type=existing_file, help="file to learn from; default: Python's help texts")
+    parser.add_argument("--output", type=Path, default="demo-output", help="folder of the checkpoint and the picture")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    parser.add_argument("--generate-only", action="store_true", help="only write, from the checkpoint")
+    for f in (*fields(TrainingConfig), *fields(ModelConfig)):
+        kind = number(0 if f.name in ("seed", "learning_rate") else 1, kind=type(f.default))
+        name, default = f"--{f.name.replace('_', '-')}", f"default: {f.default}, or the checkpoint's"
+        parser.add_argument(name, type=kind, default=argparse.SUPPRESS, help=default)
+    parser.add_argument("--prompt", default="The ", help="what the generated text begins with")
+    parser.add_argument("--length", type=number(0), default=600, help="bytes to generate")
+    parser.add_argument("--temperature", type=number(0, kind=float), default=0.8, help="0: always the likeliest byte")
+    parser.add_argument("--top-k", type=number(0), default=40, help="choose among the likeliest k bytes; 0: all")
+    parser.add_argument("--device", help="default: the best that an installed backend serves")
+    parser.add_argument("--backend", help="name of a kda_core backend; default: by device")
+    options = parser.parse_args(arguments)
+    if not options.prompt:
+        parser.error("--prompt: at least one character is needed")
+    return options
+
+
+def given(config: type, options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a dataclass that are among the options."""
+    return {f.name: getattr(options, f.name) for f in fields(config) if hasattr(options, f.name)}
+
+
+def main(options: argparse.Namespace) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         idle = idle_cores(psutil.cpu_percent(interval=0.2, percpu=True))
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), idle))
-    checkpoint = read_checkpoint(output / "checkpoint.pt") if resume or generate_only else None
-    saved_model = ModelConfig() if checkpoint is None else checkpoint["model_config"]
-    model_config = replace(saved_model, **model_options)
-    if checkpoint is not None and model_config != saved_model:
+    saved = options.output / "checkpoint.pt"
+    checkpoint = read_checkpoint(saved) if options.resume or options.generate_only else {}
+    saved_model = checkpoint.get("model_config", ModelConfig())
+    model_config = replace(saved_model, **given(ModelConfig, options))
+    if checkpoint and model_config != saved_model:
         raise ExampleError(f"The checkpoint holds another model: {saved_model}; leave the model's options out.")
-    config = replace(TrainingConfig() if checkpoint is None else checkpoint["training_config"], **training_options)
+    config = replace(checkpoint.get("training_config", TrainingConfig()), **given(TrainingConfig, options))
 
-    with kda_core.use_backend(backend) if backend else contextlib.nullcontext():
-        target = usable_device(device) if device else kda_core.default_device()
+    with kda_core.use_backend(options.backend) if options.backend else contextlib.nullcontext():
+        target = usable_device(options.device) if options.device else kda_core.default_device()
         torch.manual_seed(config.seed)
         model = ByteLM(model_config)
         console.print(
             f"kda_core {kda_core.__version__}, device {target}, backend {chosen_backend(model, target)}, "
             f"{sum(p.numel() for p in model.parameters()):,} parameters"
         )
-        if generate_only:
+        if options.generate_only:
             model.load_state_dict(checkpoint["model"])
             model.to(target)
         else:
-            data = python_help_text() if text is None else text.read_bytes()
+            data = python_help_text() if options.text is None else options.text.read_bytes()
             trainer = Trainer(model, config, Text.of(data, config.context), target)
             console.print(f"text: {len(data):,} bytes, of which {len(trainer.text.held_out):,} are held out")
-            if checkpoint is not None:
+            if checkpoint:
                 trainer.restore(checkpoint)
                 if trainer.step >= config.steps:
                     raise ExampleError(f"The checkpoint has made {trainer.step} steps; give a larger --steps.")
-            output.mkdir(parents=True, exist_ok=True)
+            options.output.mkdir(parents=True, exist_ok=True)
             try:
-                train(trainer, output)
+                train(trainer, options.output)
             except KeyboardInterrupt:
-                trainer.save(output / "checkpoint.pt")
+                trainer.save(saved)
                 console.print(f"stopped after {trainer.step} steps; --resume goes on from there")
-                raise
-        write(model, prompt, length, temperature, top_k, config.seed)
+                sys.exit(130)
+        write(model, options.prompt, options.length, options.temperature, options.top_k, config.seed)
 
 
 def run(arguments: list[str] | None = None) -> None:
     """Run the command line; errors that the user can fix are one line, not a traceback."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
     try:
-        app(arguments, prog_name="train_lm.py")
+        main(options_of(arguments))
     except (ExampleError, kda_core.KdaError, OSError) as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {escape(str(error))}")
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 

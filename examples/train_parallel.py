@@ -48,33 +48,23 @@ SHARED = ("f_proj.0", "g_proj.0", "o_norm")
 """Parameters of a layer that all heads use: processes that share heads have parts of their gradients."""
 
 
-class _Enter(torch.autograd.Function):
-    """Where processes begin to share heads: what comes in is the same, gradients are summed."""
+class _Shared(torch.autograd.Function):
+    """Where processes begin to share heads gradients are summed, where they end what comes out is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    """Where they end: what comes out is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
+    def forward(ctx: Any, x: Tensor, begins: Any, ends: Any) -> Tensor:
+        ctx.group = begins
+        return x.view_as(x) if ends is None else summed(x, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return grad, None
+        return grad if ctx.group is None else summed(grad, ctx.group), None, None
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
 
 
 class Block(nn.Module):
@@ -91,7 +81,8 @@ class Block(nn.Module):
         if self.group is None:
             x = x + self.mixer(y, cp_context=context)
         else:
-            x = x + _Leave.apply(self.mixer(_Enter.apply(y, self.group), cp_context=context), self.group)
+            y = self.mixer(_Shared.apply(y, self.group, None), cp_context=context)
+            x = x + _Shared.apply(y, None, self.group)
         return x + self.mlp(x)
 
 
@@ -117,7 +108,7 @@ def heads_dim(name: str) -> int | None:
     return 1 if "o_proj" in name else 0 if any(part in name for part in ALONG_FIRST) else None
 
 
-def model_of(options: argparse.Namespace, rank: int, group: Any) -> Model:
+def model_of(options: argparse.Namespace, p: Processes) -> Model:
     """This process's heads of the model that one process would have."""
     torch.manual_seed(0)
     whole = Model(options, options.heads)
@@ -125,12 +116,9 @@ def model_of(options: argparse.Namespace, rank: int, group: Any) -> Model:
         return whole
     if options.heads % options.tp:
         raise SystemExit(f"--tp: expected a number that divides {options.heads} heads, got {options.tp}")
-    model = Model(options, options.heads // options.tp, group)
-    found = {}
-    for name, t in whole.state_dict().items():
-        dim = heads_dim(name)
-        found[name] = t if dim is None else t.chunk(options.tp, dim)[rank].clone()
-    model.load_state_dict(found)
+    model, rank = Model(options, options.heads // options.tp, p.tp.get_group()), p.tp.get_local_rank()
+    given = {name: (t, heads_dim(name)) for name, t in whole.state_dict().items()}
+    model.load_state_dict({n: t if d is None else t.chunk(options.tp, d)[rank].clone() for n, (t, d) in given.items()})
     return model
 
 
@@ -152,10 +140,9 @@ class Processes:
         if size % (cp * tp):
             raise SystemExit(f"--cp {cp} --tp {tp}: expected {cp * tp} processes or a multiple, got {size}")
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = (
-            torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device("cpu")
-        )
+        self.device = torch.device(kind)
         if kind == "cuda":
+            self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
         place = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", **place)
@@ -201,9 +188,7 @@ class Checkpoint:
 
 def train(options: argparse.Namespace, p: Processes) -> tuple[int, list[float]]:
     """The steps of the checkpoint, and the loss of every step behind it, over all tokens of all processes."""
-    heads_group = p.tp.get_group() if options.tp > 1 else None
-    model = model_of(options, p.tp.get_local_rank(), heads_group).to(p.device, getattr(torch, options.dtype))
-    context = None
+    model, context = model_of(options, p).to(p.device, getattr(torch, options.dtype)), None
     if options.cp > 1:
         context = build_cp_context(
             None, p.cp, model.blocks[0].mixer.conv_size, tokens=options.tokens, batch=options.batch // p.dp.size(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from byte_lm import ByteLM, ModelConfig
@@ -27,23 +29,36 @@ class ExampleError(Exception):
     """An error that the user can fix; the message says how."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def __init__(self, program: str, text: str) -> None:
+        super().__init__(prog=program, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def number(least: int, most: int = 2**31, kind: type = int) -> Callable[[str], Any]:
+    """The type of an option that is a number from ``least`` to ``most``."""
+
+    def number(text: str) -> Any:
+        if not least <= kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"expected {least} to {most}, got {text}")
+        return kind(text)
+
+    return number
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How a model is trained.
-
-    Attributes:
-        steps: optimiser steps.
-        batch_size: windows of text in a step.
-        context: bytes in a window.
-        learning_rate: the highest; it rises over the first steps, then falls along a cosine to a tenth.
-        seed: of the weights and of the windows' places.
-    """
+    """How a model is trained."""
 
     steps: int = 900
-    batch_size: int = 4
-    context: int = 256
-    learning_rate: float = 3e-3
-    seed: int = 0
+    batch_size: int = 4  # windows of text in a step
+    context: int = 256  # bytes in a window
+    learning_rate: float = 3e-3  # the highest; it rises over the first steps, then falls along a cosine to a tenth
+    seed: int = 0  # of the weights and of the windows' places
 
 
 @dataclass(frozen=True)
@@ -82,24 +97,15 @@ def python_help_text() -> bytes:
 
 
 class Trainer:
-    """A model in training, with everything that a checkpoint stores.
-
-    Attributes:
-        history: training loss of every step, in nats a byte.
-        validations: step -> validation loss, in nats a byte.
-    """
+    """A model in training, with everything that a checkpoint stores."""
 
     def __init__(self, model: ByteLM, config: TrainingConfig, text: Text, device: torch.device) -> None:
-        self.model = model.to(device)
-        self.config = config
-        self.text = text
-        self.device = device
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() <= 1]
+        self.model, self.config, self.text, self.device = model.to(device), config, text, device
+        matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)
-        self.history: list[float] = []
-        self.validations: dict[int, float] = {}
+        self.history: list[float] = []  # training loss of every step, in nats a byte
+        self.validations: dict[int, float] = {}  # by step
 
     @property
     def step(self) -> int:
@@ -154,25 +160,16 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint; an older one at the same path stays complete until this one is."""
         unfinished = path.with_suffix(".unfinished")
-        torch.save(
-            {
-                "model_config": asdict(self.model.config),
-                "training_config": asdict(self.config),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "history": self.history,
-                "validations": self.validations,
-            },
-            unfinished,
-        )
+        configs = {"model_config": asdict(self.model.config), "training_config": asdict(self.config)}
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(configs | states | {"history": self.history, "validations": self.validations}, unfinished)
         os.replace(unfinished, path)
 
     def restore(self, checkpoint: dict) -> None:
         """Continue from a checkpoint (from ``read_checkpoint``)."""
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.history = checkpoint["history"]
-        self.validations = checkpoint["validations"]
+        self.history, self.validations = checkpoint["history"], checkpoint["validations"]
 
     def draw_losses(self, path: Path) -> None:
         figure = Figure(figsize=(8, 4.5), layout="constrained")

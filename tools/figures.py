@@ -37,11 +37,7 @@ Row = dict[str, Any]
 
 
 def read(name: str) -> dict[str, Any]:
-    """A measurement, by the name of its file in ``docs/data``, or by its path without ".json".
-
-    Raises:
-        ValueError: the file is not of the schema that this script knows.
-    """
+    """A measurement, by the name of its file in ``docs/data``, or by its path without ".json"."""
     content = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
     if content.get("schema") != SCHEMA:
         raise ValueError(f"docs/data/{name}.json: expected schema {SCHEMA}, got {content.get('schema')!r}")
@@ -93,11 +89,9 @@ def short(value: float | None) -> str:
 
 def digits(value: float | None) -> str:
     """Three significant digits or three decimals, the same for a whole column."""
-    if value is None:
-        return ""
-    if value < 1:
-        return f"{value:.3f}"
-    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
+    if value is None or value >= 1000:
+        return short(value)
+    return f"{value:.3f}" if value < 1 else f"{value:#.3g}".rstrip(".")
 
 
 def microseconds(milliseconds: float | None) -> str:
@@ -177,8 +171,7 @@ def headline_figures() -> str:
     return "\n".join([f"**{first} in {shares} of the memory.**", "", *lines])
 
 
-Cells = tuple[list[str], list[list[str]]]
-"""The header of a table, and its rows."""
+Cells = tuple[list[str], list[list[str]]]  # The header of a table, and its rows
 
 
 def beside(rows: list[Row], first: dict[str, Callable[[Row], str]], spelled: Callable[..., str], unit: str) -> Cells:

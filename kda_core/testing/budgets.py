@@ -37,8 +37,7 @@ from kda_core.testing import references
 from kda_core.testing.inputs import Call
 from kda_core.testing.rounding import Noise, in_float64, sample, unit_roundoff
 
-FACTOR = 2.0
-"""Budget over the measured error of rounding."""
+FACTOR = 2.0  # Budget over the measured error of rounding
 
 HEAD_AXIS = {
     **dict.fromkeys(("o", "h", "dq", "dk", "dv", "dg", "dbeta"), 2), "final_state": 1, "dinitial_state": 1,
@@ -56,16 +55,11 @@ SAMPLED_ELEMENTS = 2**19
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Distance of a result from the oracle, both parts relative (module docstring).
-
-    Attributes:
-        frobenius, worst_row: the two errors; infinite when the result is not finite where the oracle is.
-        where: index of the worst row.
-    """
+    """Distance of a result from the oracle, both parts relative; infinite where the result alone is not finite."""
 
     frobenius: float
     worst_row: float
-    where: tuple[int, ...] = ()
+    where: tuple[int, ...] = ()  # index of the worst row
 
     def share(self, budget: Budget) -> float:
         """The larger of the two errors as a share of its budget: at most 1 passes."""
@@ -90,21 +84,8 @@ def result_dtypes(r: Request) -> dict[str, torch.dtype]:
     return dtypes | {f"d{n}": getattr(r, n).dtype for n in DIFFERENTIABLE if getattr(r, n) is not None}
 
 
-def _smallest(dtype: torch.dtype) -> float:
-    """The least magnitude that an error is relative to: below it the dtype, or float32, loses digits."""
-    float32 = torch.finfo(torch.float32)
-    return max(torch.finfo(dtype).tiny, float32.tiny / unit_roundoff(torch.float32))
-
-
 def measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> Error:
-    """The error of a result.
-
-    Args:
-        name: the output, a key of ``HEAD_AXIS``.
-        got: the result, any floating dtype.
-        expected: the oracle's, float64, same shape.
-        dtype: the dtype that the result is stored in.
-    """
+    """The error of output ``name``, beside the oracle's float64 one; ``dtype``: that the result is stored in."""
     return _measure(name, got.detach().to("cpu", torch.float64)[None], expected, dtype)[0]
 
 
@@ -118,13 +99,11 @@ def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> li
         got, expected = got[..., None], expected[..., None]
     axis = HEAD_AXIS[name]
     rows = expected.square().sum(-1)
-    smallest = _smallest(dtype) * math.sqrt(expected.shape[-1])
-    if axis is None:
-        scale = rows.mean().sqrt()
-    else:
-        axis = axis % expected.dim()
-        scale = rows.mean([d for d in range(rows.dim()) if d != axis], keepdim=True).sqrt()
-    scale = scale.clamp_min(smallest)
+    # Errors of smaller numbers are relative to this: below it the dtype, or float32, loses digits.
+    smallest = max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny / unit_roundoff(torch.float32))
+    smallest *= math.sqrt(expected.shape[-1])
+    others = [d for d in range(rows.dim()) if axis is None or d != axis % expected.dim()]
+    scale = rows.mean(others, keepdim=True).sqrt().clamp_min(smallest)
     whole = rows.sum().sqrt().clamp_min(smallest)
     errors = []
     for one in got:
@@ -148,15 +127,11 @@ def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
 CPU = torch.device("cpu")
 
 _cache: dict[str, dict[str, Budget]] = {}
-MAX_CACHED_BUDGETS = 4096
-"""Calls that call_checks.py checks hardly ever repeat: past this many, empty the cache."""
+MAX_CACHED_BUDGETS = 4096  # Calls that call_checks.py checks hardly ever repeat: past this many, empty the cache
 
 
 def budgets(call: Call, device: torch.device = CPU, flushed_below: float | None = None) -> dict[str, Budget]:
-    """The budget of every output of a call on a device, by name ("o", "final_state", "h", "dq", ...).
-
-    ``flushed_below`` stands for ``platforms.flushed_below`` of the device.
-    """
+    """The budget of every output of a call on a device, by name; ``flushed_below`` stands for the platform's."""
     # Only the slots that the call writes are compared, so only these sequences count in the samples too.
     advanced = call.advanced_sequences() if call.has_pool else None
     request = call.request()
@@ -196,8 +171,7 @@ def _budgets(
     accumulate = unit_roundoff(request.compute_dtype)
     # Rounding errors in float64 cannot be told from the oracle's own: take those of float32 and scale them.
     # Results that are stored in a shorter dtype are rounded after that.
-    rescale = 1.0
-    in_double = request.compute_dtype == torch.float64
+    in_double, rescale = request.compute_dtype == torch.float64, 1.0
     if in_double:
         rescale, accumulate = accumulate / unit_roundoff(torch.float32), unit_roundoff(torch.float32)
     units = {n: accumulate if in_double else max(unit_roundoff(d), accumulate) for n, d in dtypes.items()}
@@ -272,18 +246,10 @@ def compare(
     factor = 1.0 if declared is None else declared.factor
     if error.share(budget) <= factor:
         return error, factor, ""
-    return error, factor, _sentence(name, got, expected, error, budget, factor, place(name, error.where))
-
-
-def _sentence(name: str, got: Tensor, expected: Tensor, error: Error, budget: Budget, slack: float, at: str) -> str:
-    """One sentence on a result outside its budget.
-
-    Args:
-        slack: declared factor of the budget. at: place of the worst row in the call.
-    """
     there, wanted = (", ".join(f"{x:.4g}" for x in t[error.where].flatten()[:3].tolist()) for t in (got, expected))
-    widened = "" if slack == 1 else f", widened by the backend's declared slack {slack}"
-    return (
+    widened = "" if factor == 1 else f", widened by the backend's declared slack {factor}"
+    return error, factor, (
         f"{name}: relative error {error.frobenius:.3g} (budget {budget.frobenius:.3g}), worst row "
-        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {at}: got [{there}], expected [{wanted}]"
-    )
+        f"{error.worst_row:.3g} (budget {budget.worst_row:.3g}){widened} at {place(name, error.where)}: "
+        f"got [{there}], expected [{wanted}]"
+    )  # fmt: skip

@@ -12,7 +12,6 @@ import os
 import random
 import threading
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -25,7 +24,7 @@ import kda_core
 from kda_core import _checks, _results
 from kda_core._loaded import Backend, CheckSettings
 from kda_core.errors import CheckFailed, CheckWarning, ContractViolation
-from kda_core.request import AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
+from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
 from kda_core.testing import budgets, finite, references
 from kda_core.testing.budgets import Budget
 from kda_core.testing.call_samples import OPTIONS, Kept, Sample, Slots, kept_states, on_cpu
@@ -39,9 +38,7 @@ INPUTS = (
     *("final_state_pool", "parents", "grad_o", "grad_final_state", "grad_output"),
 )
 DEFAULTS = {f.name: f.default for f in fields(Request)}
-SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")
-"""Gradients that every token of every sequence adds to."""
-
+SUMS_OVER_TOKENS = ("dA_log", "ddt_bias")  # Gradients that every token of every sequence adds to
 _choice = random.Random(0)
 _comparing = threading.Lock()
 """References and budgets are cached for all threads, and set the number of torch's threads."""
@@ -87,8 +84,7 @@ def left_unchecked(
     backend: Backend, request: AnyRequest, is_captured: Callable[[torch.device], bool] = is_captured
 ) -> bool:
     """Whether a call cannot be checked because it is captured; it warns then."""
-    captured = is_captured(request.device)
-    if captured:
+    if captured := is_captured(request.device):
         message = f"{request.op} on {backend.info.name!r} was not checked: the stream is being captured into a graph"
         warnings.warn(message, CheckWarning, stacklevel=3)
     return captured
@@ -117,8 +113,12 @@ def bit_sum(t: Tensor, by_slot: bool = False) -> Tensor:
     return bits.sum(dim=tuple(range(1, t.dim())) if by_slot else None, dtype=torch.int64)
 
 
-class _Check(ABC):
-    """The check of one call: inputs before it, results and untouched memory after it."""
+class _Check:
+    """The check of one call: inputs before it, results and untouched memory after it.
+
+    A subclass has ``problems_before``, which also copies what the reference needs to the CPU; ``problems_after``,
+    which compares the results; ``compared``, the part that is compared; and ``options``, by their public names.
+    """
 
     def __init__(self, backend: Backend, request: Any, is_backward: bool, settings: CheckSettings) -> None:
         self.backend, self.request, self.settings = backend, request, settings
@@ -151,19 +151,13 @@ class _Check(ABC):
         return []
 
     def compare(
-        self,
-        got: dict[str, Tensor],
-        expected: dict[str, tuple[Tensor, torch.dtype, Budget]],
-        dtype: torch.dtype,
+        self, got: dict[str, Tensor], expected: dict[str, tuple[Tensor, torch.dtype, Budget]], dtype: torch.dtype,
         place: Callable[[str, tuple[int, ...]], str],
-    ) -> list[str]:
+    ) -> list[str]:  # fmt: skip
         """Results of ``got`` outside their budgets, a sentence each."""
-        problems = []
-        for name, found in got.items():
-            exact, stored, budget = expected[name]
-            slack = self.backend.info.slack
-            problems.append(budgets.compare(name, found, exact, stored, budget, place, slack, dtype)[2])
-        return list(filter(None, problems))
+        slack = self.backend.info.slack
+        found = (budgets.compare(n, t, *expected[n], place, slack, dtype)[2] for n, t in got.items())
+        return list(filter(None, found))
 
     def report(self, problems: list[str], result: Any) -> None:
         """Raise or warn, and write the call to a file if that is asked for."""
@@ -187,22 +181,6 @@ class _Check(ABC):
         failure.op, failure.backend, failure.direction = r.op, name, self.direction
         failure.problems = tuple(problems)
         raise failure
-
-    @abstractmethod
-    def problems_before(self) -> list[str]:
-        """Look at the inputs, and copy what the reference needs to the CPU."""
-
-    @abstractmethod
-    def problems_after(self, result: Any) -> list[str]:
-        """Look at the results and compare them with the reference."""
-
-    @abstractmethod
-    def compared(self) -> str:
-        """Which part of the call is compared with the reference."""
-
-    @abstractmethod
-    def options(self) -> dict[str, Any]:
-        """The call's options, by their public names."""
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """The call's tensors as they were before it."""
@@ -271,22 +249,19 @@ class _CallCheck(_Check):
         return {n: getattr(self.request, n) for n in OPTIONS}
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        found = super().saved_tensors()
-        if self.slots is not None:
-            everything = Sample(self.indexed, self.slots, 2**62, random.Random(0))
-            found = {**found, **everything.pool()}
-        return found
+        if self.slots is None:
+            return super().saved_tensors()
+        return super().saved_tensors() | Sample(self.indexed, self.slots, 2**62, random.Random(0)).pool()
 
     def problems_before(self) -> list[str]:
         r, slots = self.request, self.slots
         problems = []
-        for name in ("q", "k", "v", "g", "beta", "grad_o"):
-            if name in self.tensors:
-                problems += finite.faults_of_rows(name, self.tensors[name], self.rows, r)
-        for name in ("A_log", "dt_bias", "initial_state", "grad_final_state"):
-            if name in self.tensors and not (name == "initial_state" and slots is not None):
-                problems += finite.faults(name, self.tensors[name])
-        if slots is not None and r.initial_state is not None:
+        for name, t in self.tensors.items():
+            if name in (*DATA, "grad_o"):
+                problems += finite.faults_of_rows(name, t, self.rows, r)
+            elif name in ("A_log", "dt_bias", "grad_final_state") or (name == "initial_state" and slots is None):
+                problems += finite.faults(name, t)
+        if slots is not None:
             read = [i for i, slot in enumerate(slots.used) if slot in slots.read]
             problems += finite.faults("initial_state", slots.states[read], [slots.used[i] for i in read])
             self.pools_before = {n: bit_sum(getattr(r, n), by_slot=True) for n in self._slots_written()}
@@ -300,15 +275,14 @@ class _CallCheck(_Check):
             return problems + wrong
         results = self.results(result)
         for name, t in results.items():
-            by_row = name in ("o", "dq", "dk", "dv", "dg", "dbeta")
-            problems += finite.faults_of_rows(name, t, self.rows, self.request) if by_row else finite.faults(name, t)
-            if by_row:
+            if name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+                problems += finite.faults_of_rows(name, t, self.rows, self.request)
                 problems += finite.padding_faults(name, t, self.rows)
-        if self.slots is not None and self.request.initial_state is not None:
-            for name, written in self._slots_written().items():
-                slots = sorted(written)
-                what = "final_state" if name == self.request.written_states else name
-                problems += finite.faults(what, getattr(self.request, name)[slots], slots)
+            else:
+                problems += finite.faults(name, t)
+        for name, written in self._slots_written().items():
+            what = "final_state" if name == self.request.written_states else name
+            problems += finite.faults(what, getattr(self.request, name)[sorted(written)], sorted(written))
         if not self.sample.sequences:
             return problems
         call, got = self.call, self._sampled(results)
@@ -334,10 +308,8 @@ class _CallCheck(_Check):
             return f"{kept.places[where[0]]}, head {self.sample.value_heads.start + where[1]}"
 
         exact = references.results(kept.call)["final_state"]
-        budget = budgets.budgets(kept.call, self.request.device)["final_state"]
-        return self.compare(
-            {"final_state": kept.states}, {"final_state": (exact, kept.dtype, budget)}, kept.dtype, place
-        )
+        expected = exact, kept.dtype, budgets.budgets(kept.call, self.request.device)["final_state"]
+        return self.compare({"final_state": kept.states}, {"final_state": expected}, kept.dtype, place)
 
     def _gradients(self) -> dict[str, Tensor]:
         """The gradients that the sample's backward starts from."""
@@ -365,14 +337,10 @@ class _CallCheck(_Check):
             else:
                 found[name] = sample.tokens_of(name, t)
         if self.request.written_states and self.slots is not None and complete:
-            pool = self._pool()
+            pool = getattr(self.request, self.request.written_states)
             written = torch.tensor(sample.written_slots(), dtype=torch.long, device=pool.device)
             found["final_state"] = pool[written][:, sample.value_heads].cpu()
         return found
-
-    def _pool(self) -> Tensor:
-        """The pool that the call writes to, or reads if it writes to none."""
-        return getattr(self.request, self.request.written_states or "initial_state")
 
     def _slots_written(self) -> dict[str, set[int]]:
         """The slots that the call may write, by the name of their pool."""
@@ -429,18 +397,14 @@ class _GateCheck(_Check):
 
     def problems_before(self) -> list[str]:
         self.remember_inputs(frozenset())
-        tensors = {"g": self._rows_of(self.request.g)}
-        for name in ("A_log", "dt_bias"):
-            if name in self.tensors:
-                tensors[name] = self.tensors[name].detach()[self.heads].to("cpu", copy=True)
-        self.sampled = tensors
+        shared = {n: self.tensors[n].detach()[self.heads] for n in ("A_log", "dt_bias") if n in self.tensors}
+        self.sampled = {"g": self._rows_of(self.request.g)} | {n: t.to("cpu", copy=True) for n, t in shared.items()}
         return [problem for n, t in self.tensors.items() for problem in finite.faults(n, t, nan_only=n == "g")]
 
     def problems_after(self, result: Any) -> list[str]:
         # The reference has no finite number for the limit that an infinite input stands for.
         limits = bool(self.sampled["g"].isinf().any())
-        problems = self.modified_inputs() + self.misshapen(result)
-        if problems:
+        if problems := self.modified_inputs() + self.misshapen(result):
             return problems
         results = self.results(result)
         for name, t in results.items():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kda_core import reference
 from kda_core._pool_checks import PoolSlots
-from kda_core.request import CommitRequest, Request
+from kda_core.request import DATA, CommitRequest, Request
 from kda_core.testing.inputs import Call
 
 BY_QUERY_HEAD, BY_VALUE_HEAD = ("q", "k", "dq", "dk"), ("v", "g", "beta", "o", "dv", "dg", "dbeta")
@@ -27,13 +27,11 @@ _OWN = ("pad_slot_id", "save_for_backward", "checkpoint_every")
 OPTIONS = tuple(f.name for f in fields(Request) if f.type in _KINDS and f.name not in _OWN)
 """A call's options; a sample's pool has its own slots, and slot -1 is skipped."""
 
-MOST_STATES = 2**22
-"""Elements of all states of a sample at one token: 32 MiB in float64 at most."""
+MOST_STATES = 2**22  # Elements of all states of a sample at one token: 32 MiB in float64 at most
 
 
 def on_cpu(r: Request) -> Request:
-    """The request with its index tensors on the CPU; counts of accepted tokens within their range, as devices take
-    them."""
+    """The request with its index tensors on the CPU; counts of accepted tokens within their range, as on devices."""
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens
     if accepted is not None and indices is not None and not accepted.is_cpu:
         accepted = accepted.cpu().clamp(1, 1 if indices.dim() == 1 else indices.shape[1])
@@ -99,16 +97,12 @@ class Sample:
     """Some sequences and heads of a call.
 
     Args:
-        r: the call's request, its index tensors on the CPU.
-        slots: of its pool, or None.
+        r: the call's request, its index tensors on the CPU. slots: of its pool, or None.
         elements: of states that may be computed (tokens times value heads times K times V).
-        choice: decides which part of a larger call is taken.
-        most_states: elements of all states at one token.
+        choice: decides which part of a larger call is taken. most_states: elements of all states at one token.
 
     Attributes:
-        sequences: their numbers.
-        heads, value_heads: slices.
-        tokens: most tokens of every sequence; None: all.
+        sequences: their numbers. heads, value_heads: slices. tokens: most of every sequence; None: all.
         whole: whether all sequences are in it, with all their tokens.
     """
 
@@ -125,8 +119,7 @@ class Sample:
         allowed = min(elements // max(total * of_head, 1), most_states // max(len(self.sequences) * of_head, 1))
         heads = max(1, min(r.H, allowed))
         first = choice.randrange(r.H - heads + 1)
-        self.heads = slice(first, first + heads)
-        self.value_heads = slice(group * first, group * (first + heads))
+        self.heads, self.value_heads = slice(first, first + heads), slice(group * first, group * (first + heads))
         self.tokens: int | None = None
         self.whole = True
         if allowed < 1:
@@ -148,8 +141,7 @@ class Sample:
         too_long = [n for n in order if self._all_tokens(n) > tokens]
         if too_long and not any(map(self._all_tokens, kept)):
             kept, self.tokens = too_long[:1], max(1, tokens)
-        self.whole = False
-        self.sequences = sorted(kept)
+        self.whole, self.sequences = False, sorted(kept)
 
     @property
     def lengths(self) -> list[int]:
@@ -195,11 +187,9 @@ class Sample:
     def call(self) -> Call:
         """The sample as a call, forward only; copies of its tensors are taken now."""
         r = self.request
-        tensors = {n: self.tokens_of(n, getattr(r, n)) for n in ("q", "k", "v", "g", "beta")}
-        for name in ("A_log", "dt_bias"):
-            given = getattr(r, name)
-            if given is not None:
-                tensors[name] = given.detach()[self.value_heads].to("cpu", copy=True)
+        tensors = {n: self.tokens_of(n, getattr(r, n)) for n in DATA}
+        shared = {n: t for n in ("A_log", "dt_bias") if (t := getattr(r, n)) is not None}
+        tensors |= {n: t.detach()[self.value_heads].to("cpu", copy=True) for n, t in shared.items()}
         if r.cu_seqlens is not None:
             tensors["cu_seqlens"] = torch.tensor([0, *self.lengths], dtype=torch.long, device="cpu").cumsum(0)
         if r.parents is not None:
@@ -253,14 +243,14 @@ class Sample:
                     row = self.bounds[n][1] + token
                     return f"token {token} of sequence {n} (row {row}), head {first + head}"
                 token -= length
-        head = self.value_heads.start + where[1 if name in ("final_state", "dinitial_state") else 0]
+        first = self.value_heads.start
         if name == "h":
-            return f"chunk {where[1]} of the sample, head {self.value_heads.start + where[2]}, row {where[3]}"
-        if name == "final_state" and self.slots is not None:
-            return f"slot {self.written_slots()[where[0]]}, head {head}, row {where[2]}"
-        if name in ("final_state", "dinitial_state"):
-            return f"sequence {self.sequences[where[0]]}, head {head}, row {where[2]}"
-        return f"head {head}"
+            return f"chunk {where[1]} of the sample, head {first + where[2]}, row {where[3]}"
+        if name not in ("final_state", "dinitial_state"):
+            return f"head {first + where[0]}"
+        pooled = name == "final_state" and self.slots is not None
+        state = f"slot {self.written_slots()[where[0]]}" if pooled else f"sequence {self.sequences[where[0]]}"
+        return f"{state}, head {first + where[1]}, row {where[2]}"
 
     def written_slots(self) -> list[int]:
         """Slots of the pool that the sample's sequences write, in order."""
@@ -269,20 +259,13 @@ class Sample:
 
 
 class Kept(NamedTuple):
-    """Some states of one kind, and the call whose final states they must be.
+    """Some states of one kind, and the call whose final states they must be."""
 
-    Attributes:
-        name: "checkpoints" or "records".
-        call: packed sequences, each up to the token behind which a state is.
-        states: [N, heads, K, V] in the call's layout; ``dtype``: that they are stored in.
-        places: where each is.
-    """
-
-    name: str
-    call: Call
-    states: Tensor
-    dtype: torch.dtype
-    places: list[str]
+    name: str  # "checkpoints" or "records"
+    call: Call  # packed sequences, each up to the token behind which a state is
+    states: Tensor  # [N, heads, K, V] in the call's layout
+    dtype: torch.dtype  # that they are stored in
+    places: list[str]  # where each is
 
 
 def kept_states(r: Request, sample: Sample, call: Call, elements: int, choice: random.Random) -> Iterator[Kept]:
@@ -340,9 +323,7 @@ def ending(call: Call, rows: list[tuple[int, list[int]]], dtype: torch.dtype) ->
 def _replayed(call: Call, records: Tensor) -> Tensor:
     """The final states of a call of ``ending`` by the records of its tokens."""
     r = call.request()
-    assert r.initial_state is not None
-    assert r.cu_seqlens is not None
-    assert r.ssm_state_indices is not None
+    assert not any(x is None for x in (r.initial_state, r.cu_seqlens, r.ssm_state_indices))
     states = r.initial_state.double()
     commit = CommitRequest(
         pool=states, records=records, num_accepted=r.cu_seqlens.diff(), state_indices=r.ssm_state_indices,

@@ -28,8 +28,7 @@ LOWER_BOUND = -5.0
 DECAYS: tuple[Decay | float, ...] = (-1.0, -5.0, -40.0, -1000.0, -1e30, "isolated")
 """From mild to those that forget everything at every token, or at a few."""
 
-BFLOAT16: dict[str, Any] = {"dtype": BF16, "gate_dtype": BF16}
-"""Fields of a case whose inputs are all bfloat16."""
+BFLOAT16: dict[str, Any] = {"dtype": BF16, "gate_dtype": BF16}  # Fields of a case whose inputs are all bfloat16
 
 PLAIN: dict[torch.dtype, dict[str, Any]] = {
     FP32: {"dtype": FP32, "K": 32, "state": FP32},
@@ -49,53 +48,36 @@ BOUNDED: dict[str, Any] = {"gate": "lower bound", "l2norm": True, "beta": "negat
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call of ``chunk_kda`` or ``fused_recurrent_kda``, as data.
+    """A call of ``chunk_kda`` or ``fused_recurrent_kda``, as data."""
 
-    Attributes:
-        name: unique; also the seed.
-        tags: what it is chosen by; "slow" keeps it out of the fast tier.
-        B, T, H, HV, K, V: shape; HV = 0 means H, V = 0 means K.
-        dtype: of q, k, v. gate_dtype: of g and beta.
-        lengths: of packed sequences; they may end before T. Empty: dense.
-        gate: source of the decay. decay: its distribution when given (a number: constant).
-        A_log, dt_bias: whether the gate has them.
-        rate: largest exp(A_log) (smallest 1). raw_scale: standard deviation of the raw gate input.
-        beta: how beta is given. keys: their directions.
-        l2norm: q and k are normalised by the operator.
-        state: dtype of the initial state, or None.
-        final_state: ask for it. backward: the case has gradients of every output.
-        strided, given_out: as of a ``Call``.
-        options: further options of the call.
-    """
-
-    name: str
-    tags: frozenset[str] = frozenset()
+    name: str  # unique; also the seed
+    tags: frozenset[str] = frozenset()  # what it is chosen by; "slow" keeps it out of the fast tier
     op: str = "chunk_kda"
     B: int = 1
     T: int = 130
     H: int = 2
-    HV: int = 0
+    HV: int = 0  # 0: as many as H
     K: int = 32
-    V: int = 0
-    dtype: torch.dtype = FP32
-    gate_dtype: torch.dtype = FP32
-    lengths: tuple[int, ...] = ()
+    V: int = 0  # 0: as K
+    dtype: torch.dtype = FP32  # of q, k, v
+    gate_dtype: torch.dtype = FP32  # of g and beta
+    lengths: tuple[int, ...] = ()  # of packed sequences, which may end before T; empty: dense
     index_dtype: torch.dtype = torch.int32
-    gate: Gate = "given"
-    decay: Decay | float = "mild"
-    A_log: bool = True
+    gate: Gate = "given"  # source of the decay
+    decay: Decay | float = "mild"  # its distribution when it is given; a number: constant
+    A_log: bool = True  # whether the gate has it
     dt_bias: bool = True
-    rate: float = 16.0
-    raw_scale: float = 1.0
+    rate: float = 16.0  # largest exp(A_log); the smallest is 1
+    raw_scale: float = 1.0  # standard deviation of the raw gate input
     beta: Beta | float = "given"
-    keys: Keys = "random"
-    l2norm: bool = False
-    state: torch.dtype | None = None
-    final_state: bool = True
-    backward: bool = False
-    strided: frozenset[str] = frozenset()
+    keys: Keys = "random"  # their directions
+    l2norm: bool = False  # q and k are normalised by the operator
+    state: torch.dtype | None = None  # of the initial state
+    final_state: bool = True  # ask for it
+    backward: bool = False  # the case has gradients of every output
+    strided: frozenset[str] = frozenset()  # this and given_out: as of a ``Call``
     given_out: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # further options of the call
 
     @property
     def N(self) -> int:
@@ -109,46 +91,43 @@ class Case:
 
     def call(self) -> Call:
         """The inputs of the case, on the CPU."""
-        return _call(self)
+        c = self
+        generator = torch.Generator().manual_seed(zlib.crc32(c.name.encode()))
 
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
 
-def _call(c: Case) -> Call:
-    generator = torch.Generator().manual_seed(zlib.crc32(c.name.encode()))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    HV, V = c.HV or c.H, c.V or c.K
-    q, k, v = normal(c.B, c.T, c.H, c.K), _keys(c, normal), normal(c.B, c.T, HV, V)
-    if not c.l2norm:
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    tensors = {"q": q.to(c.dtype), "k": k.to(c.dtype), "v": v.to(c.dtype)}
-    options: dict[str, Any] = {"output_final_state": c.final_state} | c.options
-    tensors["g"] = (_raw_gate(c, tensors, options, normal) if c.gate != "given" else _decay(c, normal)).to(c.gate_dtype)
-    logits = normal(c.B, c.T, HV)
-    if isinstance(c.beta, float):
-        tensors["beta"] = torch.full_like(logits, c.beta).to(c.gate_dtype)
-    elif c.beta == "given":
-        tensors["beta"] = torch.sigmoid(logits).to(c.gate_dtype)
-    else:
-        tensors["beta"] = logits.to(c.gate_dtype)
-        options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": c.beta == "negative eigenvalues"}
-    if c.l2norm:
-        options["use_qk_l2norm_in_kernel"] = True
-    if c.lengths:
-        bounds = torch.tensor([0, *c.lengths]).cumsum(0)
-        tensors["cu_seqlens"] = bounds.to(c.index_dtype)
-    shape = (c.N, HV, V, c.K) if options.get("state_v_first") else (c.N, HV, c.K, V)
-    if c.state is not None:
-        tensors["initial_state"] = normal(*shape).mul_(0.5).to(c.state)
-    if c.op == "chunk_kda" and options.get("return_intermediate_states") and c.lengths:
-        tensors["cu_seqlens_cpu"] = tensors["cu_seqlens"].clone()
-    grads = {}
-    if c.backward:
-        grads["o"] = normal(c.B, c.T, HV, V).to(c.dtype)
-        if c.final_state:
-            grads["final_state"] = normal(*shape).to(c.state or (FP64 if c.dtype == FP64 else FP32))
-    return Call(c.op, tensors, options, grads, c.strided, c.given_out, c.name)
+        HV, V = c.HV or c.H, c.V or c.K
+        q, k, v = normal(c.B, c.T, c.H, c.K), _keys(c, normal), normal(c.B, c.T, HV, V)
+        if not c.l2norm:
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        tensors = {"q": q.to(c.dtype), "k": k.to(c.dtype), "v": v.to(c.dtype)}
+        options: dict[str, Any] = {"output_final_state": c.final_state} | c.options
+        g = _decay(c, normal) if c.gate == "given" else _raw_gate(c, tensors, options, normal)
+        tensors["g"] = g.to(c.gate_dtype)
+        logits = normal(c.B, c.T, HV)
+        if isinstance(c.beta, float):
+            tensors["beta"] = torch.full_like(logits, c.beta).to(c.gate_dtype)
+        elif c.beta == "given":
+            tensors["beta"] = torch.sigmoid(logits).to(c.gate_dtype)
+        else:
+            tensors["beta"] = logits.to(c.gate_dtype)
+            options |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": c.beta == "negative eigenvalues"}
+        if c.l2norm:
+            options["use_qk_l2norm_in_kernel"] = True
+        if c.lengths:
+            tensors["cu_seqlens"] = torch.tensor([0, *c.lengths]).cumsum(0).to(c.index_dtype)
+        shape = (c.N, HV, V, c.K) if options.get("state_v_first") else (c.N, HV, c.K, V)
+        if c.state is not None:
+            tensors["initial_state"] = normal(*shape).mul_(0.5).to(c.state)
+        if c.op == "chunk_kda" and options.get("return_intermediate_states") and c.lengths:
+            tensors["cu_seqlens_cpu"] = tensors["cu_seqlens"].clone()
+        grads = {}
+        if c.backward:
+            grads["o"] = normal(c.B, c.T, HV, V).to(c.dtype)
+            if c.final_state:
+                grads["final_state"] = normal(*shape).to(c.state or (FP64 if c.dtype == FP64 else FP32))
+        return Call(c.op, tensors, options, grads, c.strided, c.given_out, c.name)
 
 
 def _keys(c: Case, normal: Any) -> Tensor:
@@ -200,6 +179,8 @@ def _case(name: str, tags: str = "", **fields: Any) -> Case:
 
 # Kimi-Linear 48B-A3B: 32 heads of 128, no grouping; q, k and v in bfloat16, the gate's input too.
 _MODEL = {"H": 32, "K": 128} | BFLOAT16 | SOFTPLUS
+_GRADS: dict[str, Any] = {"state": FP32, "backward": True}
+_V_FIRST_SAFE = {"state_v_first": True, "safe_gate": True}
 
 CASES: tuple[Case, ...] = (
     # Forward: lengths below, at and past a chunk, shapes, dtypes.
@@ -211,15 +192,11 @@ CASES: tuple[Case, ...] = (
     _case("bfloat16", "forward verify", B=2, K=64, dtype=BF16, gate_dtype=BF16, state=FP32),
     _case("float16", "forward verify", B=2, K=64, dtype=FP16, gate_dtype=FP16, state=FP32),
     # A random draw (the name is its seed) that found operands truncated to tf32, in its smallest rows.
-    _case(
-        "random 88", "forward", T=285, H=3, HV=6, K=64, lengths=(72, 61, 56, 95), gate="softplus", dt_bias=True,
-        beta="sigmoid", state=BF16, dtype=FP16, gate_dtype=FP16,
-    ),
+    _case("random 88", "forward", T=285, H=3, HV=6, K=64, lengths=(72, 61, 56, 95), gate="softplus", beta="sigmoid")
+    .having(state=BF16, dtype=FP16, gate_dtype=FP16),
     # A random draw that found float32 products of only three tf32 parts.
-    _case(
-        "random 8", "forward backward", T=2, H=2, HV=2, K=8, V=8, lengths=(2,), gate="lower bound", dt_bias=False,
-        l2norm=False, backward=True,
-    ),
+    _case("random 8", "forward backward", T=2, H=2, HV=2, K=8, V=8, lengths=(2,), gate="lower bound", dt_bias=False)
+    .having(backward=True),
     _case("bfloat16 with float32 gate", "forward", K=64, dtype=BF16, state=FP32),
     _case("float32 with bfloat16 gate", "forward", gate_dtype=BF16),
     _case("float64", "forward", T=70, dtype=FP64, gate_dtype=FP64, state=FP64),
@@ -235,45 +212,28 @@ CASES: tuple[Case, ...] = (
     _case("chunk 32", "forward verify", T=100, state=FP32, options={"chunk_size": 32}),
     _case("slow decay", "forward", T=200, decay="slow", state=FP32),
     _case("bounded decay, safe_gate", "forward verify", T=100, decay="bounded", options={"safe_gate": True}),
-    _case(
-        "bounded decay bfloat16, safe_gate", "forward", T=100, K=64, decay="bounded", state=FP32,
-        options={"safe_gate": True}, **BFLOAT16,
-    ),
+    _case("bounded decay bfloat16, safe_gate", "forward", T=100, K=64, decay="bounded", state=FP32, **BFLOAT16)
+    .having(options={"safe_gate": True}),
     _case("Kimi-Linear 48B-A3B", "forward model verify", T=96, state=FP32, **_MODEL),
     # Everything in the operator at once.
-    _case(
-        "all in kernel", "forward verify", B=2, T=100, HV=4, K=64, V=32, state=FP32,
-        options={"state_v_first": True, "safe_gate": True}, **BOUNDED, **BFLOAT16,
-    ),
+    _case("all in kernel", "forward verify", B=2, T=100, HV=4, K=64, V=32, state=FP32, **BOUNDED, **BFLOAT16)
+    .having(options=_V_FIRST_SAFE),
     # Backward.
-    _case("gradients", "backward verify", B=2, T=70, K=32, V=64, state=FP32, backward=True),
-    _case("gradients bfloat16", "backward verify", T=130, K=64, dtype=BF16, state=FP32, backward=True),
-    _case(
-        "gradients packed, grouped values, softplus gate", "backward verify", T=140, HV=6, lengths=(1, 64, 0, 70),
-        state=FP32, backward=True, **SOFTPLUS,
-    ),
-    _case(
-        "gradients all in kernel", "backward", T=70, HV=4, K=36, V=24, state=FP32, backward=True,
-        options={"state_v_first": True, "safe_gate": True}, **BOUNDED,
-    ),
+    _case("gradients", "backward verify", B=2, T=70, K=32, V=64, **_GRADS),
+    _case("gradients bfloat16", "backward verify", T=130, K=64, dtype=BF16, **_GRADS),
+    _case("gradients packed, grouped values, softplus gate", "backward verify", T=140, HV=6, lengths=(1, 64, 0, 70))
+    .having(**_GRADS, **SOFTPLUS),
+    _case("gradients all in kernel", "backward", T=70, HV=4, K=36, V=24, options=_V_FIRST_SAFE, **_GRADS, **BOUNDED),
     # Sums over the rows of a batch and over a group of three; a negative scale.
-    _case(
-        "gradients of groups of three", "backward", B=2, T=20, HV=6, state=FP32, backward=True, options={"scale": -0.3},
-        **SOFTPLUS,
-    ),
-    _case("gradients one token", "backward", T=1, state=FP32, backward=True),
+    _case("gradients of groups of three", "backward", B=2, T=20, HV=6, options={"scale": -0.3}, **_GRADS, **SOFTPLUS),
+    _case("gradients one token", "backward", T=1, **_GRADS),
     _case("gradients without states", "backward", T=70, final_state=False, backward=True),
-    _case("gradients chunk 32", "backward", T=70, state=FP32, backward=True, options={"chunk_size": 32}),
+    _case("gradients chunk 32", "backward", T=70, options={"chunk_size": 32}, **_GRADS),
     # Heads as models have them: some backends have kernels for them alone.
-    _case(
-        "gradients of heads of 128, packed, grouped values", "backward", T=120, H=2, HV=4, K=128,
-        lengths=(1, 33, 50, 32), state=FP32, backward=True, **BFLOAT16, **SOFTPLUS,
-    ),
-    _case("gradients float16", "backward slow", T=70, K=64, dtype=FP16, gate_dtype=FP16, state=FP32, backward=True),
-    _case(
-        "gradients model", "backward model slow", T=256, state=FP32, backward=True, lengths=(100, 156),
-        **_MODEL | {"H": 8},
-    ),
+    _case("gradients of heads of 128, packed, grouped values", "backward", T=120, H=2, HV=4, K=128)
+    .having(lengths=(1, 33, 50, 32), **_GRADS, **BFLOAT16, **SOFTPLUS),
+    _case("gradients float16", "backward slow", T=70, K=64, dtype=FP16, gate_dtype=FP16, **_GRADS),
+    _case("gradients model", "backward model slow", T=256, lengths=(100, 156), **_GRADS, **_MODEL | {"H": 8}),
     # Packed sequences.
     _case("packed", "packed verify", T=140, lengths=(5, 64, 1, 70), state=FP32),
     _case("packed with empty sequences", "packed", T=71, lengths=(0, 1, 0, 64, 6, 0), state=FP32),
@@ -282,47 +242,28 @@ CASES: tuple[Case, ...] = (
     _case("packed chunk 32", "packed", T=100, lengths=(33, 67), state=FP32, options={"chunk_size": 32}),
     _case("packed bfloat16", "packed", T=200, K=64, dtype=BF16, lengths=(1, 129, 70), state=FP32),
     # The shapes of fla 0.6's own KDA tests.
-    _case("fla 1x63", "forward backward slow", T=63, H=1, K=64, state=FP32, backward=True),
-    _case("fla 2x500", "forward backward slow", B=2, T=500, H=3, K=60, state=FP32, backward=True),
-    _case("fla 2x1000", "forward backward slow", B=2, T=1000, H=3, K=64, state=FP32, backward=True),
-    _case("fla 3x1024", "forward backward slow", B=3, T=1024, H=4, K=100, state=FP32, backward=True, l2norm=True),
-    _case(
-        "fla 4x1024 bfloat16", "forward backward slow", B=4, T=1024, H=4, K=128, dtype=BF16, state=FP32, backward=True
-    ),
-    _case("fla 2x1500", "forward backward slow", B=2, T=1500, H=4, K=128, dtype=BF16, state=FP32, backward=True),
-    _case("fla 4x2048", "forward backward slow", B=4, T=2048, H=8, K=64, dtype=BF16, state=FP32, backward=True),
-    _case(
-        "fla packed 15", "packed backward slow", T=15, lengths=(15,), K=60, state=FP32, backward=True, gate="softplus",
-        l2norm=True,
-    ),
-    _case(
-        "fla packed 1000", "packed backward slow", T=1000, H=3, K=60, lengths=(256, 244, 200, 300), state=FP32,
-        backward=True,
-    ),
-    _case(
-        "fla packed 1000, uneven", "packed backward slow", T=1000, H=4, K=64, dtype=FP16, lengths=(15, 85, 200, 700),
-        state=FP32, backward=True,
-    ),
-    _case(
-        "fla packed 3000", "packed backward slow", T=3000, H=4, K=100, dtype=BF16,
-        lengths=(1, 99, 200, 700, 1000, 1000), state=FP32, backward=True,
-    ),
+    _case("fla 1x63", "forward backward slow", T=63, H=1, K=64, **_GRADS),
+    _case("fla 2x500", "forward backward slow", B=2, T=500, H=3, K=60, **_GRADS),
+    _case("fla 2x1000", "forward backward slow", B=2, T=1000, H=3, K=64, **_GRADS),
+    _case("fla 3x1024", "forward backward slow", B=3, T=1024, H=4, K=100, l2norm=True, **_GRADS),
+    _case("fla 4x1024 bfloat16", "forward backward slow", B=4, T=1024, H=4, K=128, dtype=BF16, **_GRADS),
+    _case("fla 2x1500", "forward backward slow", B=2, T=1500, H=4, K=128, dtype=BF16, **_GRADS),
+    _case("fla 4x2048", "forward backward slow", B=4, T=2048, H=8, K=64, dtype=BF16, **_GRADS),
+    _case("fla packed 15", "packed backward slow", T=15, lengths=(15,), K=60, gate="softplus", l2norm=True, **_GRADS),
+    _case("fla packed 1000", "packed backward slow", T=1000, H=3, K=60, lengths=(256, 244, 200, 300), **_GRADS),
+    _case("fla packed 1000, uneven", "packed backward slow", T=1000, H=4, K=64, dtype=FP16, **_GRADS)
+    .having(lengths=(15, 85, 200, 700)),
+    _case("fla packed 3000", "packed backward slow", T=3000, H=4, K=100, dtype=BF16, **_GRADS)
+    .having(lengths=(1, 99, 200, 700, 1000, 1000)),
     # Long and ragged traces; long sequences with few heads.
-    _case(
-        "9k, two heads", "forward backward slow", T=9000, H=2, K=128, dtype=BF16, decay="slow", state=FP32,
-        backward=True,
-    ),
-    _case(
-        "9k packed, one head", "packed backward slow", T=9300, H=1, K=128, dtype=BF16, lengths=(4130, 5100),
-        decay="slow", state=FP32, backward=True,
-    ),
+    _case("9k, two heads", "forward backward slow", T=9000, H=2, K=128, dtype=BF16, decay="slow", **_GRADS),
+    _case("9k packed, one head", "packed backward slow", T=9300, H=1, K=128, dtype=BF16, decay="slow", **_GRADS)
+    .having(lengths=(4130, 5100)),
     _case("Kimi-Linear 48B-A3B ragged", "packed model slow", T=300, lengths=(1, 130, 169), state=FP32, **_MODEL),
     _case("8k ragged", "packed slow", T=8192, H=2, K=64, dtype=BF16, lengths=(1300, 547, 2048, 963, 271, 3063)),
     _case("64k", "packed slow", T=65536, H=1, K=64, dtype=BF16, lengths=(1, 65535)),
-    _case(
-        "64k ragged", "packed slow", T=65536, H=1, K=64, dtype=BF16,
-        lengths=tuple(1 + (i * 7919) % 1021 for i in range(128)), state=FP32,
-    ),
+    _case("64k ragged", "packed slow", T=65536, H=1, K=64, dtype=BF16, state=FP32)
+    .having(lengths=tuple(1 + (i * 7919) % 1021 for i in range(128))),
 )  # fmt: skip
 
 
@@ -335,7 +276,4 @@ def select(*tags: str, among: Iterable[Case] = CASES) -> list[Case]:
 
 def named(name: str) -> Case:
     """The case of that name."""
-    for case in CASES:
-        if case.name == name:
-            return case
-    raise KeyError(name)
+    return {case.name: case for case in CASES}[name]

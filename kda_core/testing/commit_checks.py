@@ -18,9 +18,7 @@ from kda_core.errors import CheckFailed, CheckWarning
 from kda_core.request import CommitRequest
 from kda_core.testing.call_checks import bit_sum, left_unchecked
 
-ROUNDINGS = 4
-"""Roundings of a token: decay, product and sum, and one of the record."""
-
+ROUNDINGS = 4  # Roundings of a token: decay, product and sum, and one of the record
 _choice = random.Random(0)
 
 
@@ -35,7 +33,8 @@ def run_checked_commit(
     """
     if left_unchecked(backend, request):
         return caller(request=request)
-    r = _indexed(request)
+    names = ("num_accepted", "state_indices", "cu_seqlens", "path")
+    r = replace(request, **{n: None if (t := getattr(request, n)) is None else t.cpu() for n in names})
     _checks.check_values(r)
     rows = zip(slot_rows(r.state_indices, r.N, r.pad_slot_id), r.num_accepted.tolist(), strict=True)
     slots = sorted({slot for (slot,), count in rows if slot >= 0 and count > 0})
@@ -49,8 +48,8 @@ def run_checked_commit(
     records = request.records[:, :, of_sample].detach().cpu()
     sample = replace(r, pool=pool, records=records, state_indices=own, pad_slot_id=-1)
     exact = reference.committed(sample)
-    K = r.K
-    sizes = torch.cat([records[..., :K].abs(), records[..., K : 2 * K], records[..., 2 * K :].abs()], -1)
+    decays, keys, values = records.split((r.K, r.K, r.V), -1)
+    sizes = torch.cat([decays.abs(), keys, values.abs()], -1)
     bounds = reference.committed(replace(sample, pool=pool.abs(), records=sizes))
     before = bit_sum(request.pool, by_slot=True)
     result = caller(request=request)
@@ -61,8 +60,7 @@ def run_checked_commit(
     found = request.pool[slots][:, of_sample].detach().cpu().double()
     for slot, i in places.items():
         state = found[i].mT if r.state_v_first else found[i]
-        off = _off(state, exact[i], bounds[i], r)
-        if off:
+        if off := _off(state, exact[i], bounds[i], r):
             problems.append(f"pool: {off} elements of slot {slot} are not the replay of its accepted tokens")
     if problems:
         message = f"{r.op} on backend {backend.info.name!r}:\n  " + "\n  ".join(problems)
@@ -70,12 +68,6 @@ def run_checked_commit(
             raise CheckFailed(message)
         warnings.warn(message, CheckWarning, stacklevel=3)
     return result
-
-
-def _indexed(r: CommitRequest) -> CommitRequest:
-    """The request with its index tensors on the CPU."""
-    names = ("num_accepted", "state_indices", "cu_seqlens", "path")
-    return replace(r, **{n: None if (t := getattr(r, n)) is None else t.cpu() for n in names})
 
 
 def _replays(r: CommitRequest) -> int:

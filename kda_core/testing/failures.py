@@ -11,32 +11,19 @@ from typing import Any
 SHAPE_AXES = ("head dimensions", "length", "initial state")
 """Axes whose values are no features; the dtype is one as well."""
 
-MANY = 0.5
-"""A value is named when at least this share of the failures involve it."""
-
-OFTEN = 1.5
-"""And when tests that involve it fail at least this many times as often as others."""
-
+MANY = 0.5  # A value is named when at least this share of the failures involve it
+OFTEN = 1.5  # And when tests that involve it fail at least this many times as often as others
 MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended.
+    """How one test ended."""
 
-    Attributes:
-        test: the node id that runs it again in pytest.
-        position: its place in the order of collection, the simplest tests first.
-        failed: whether it failed.
-        values: features and axis values, of the last call of a failed test, else of all served calls.
-        message: of a failed test.
-        slow: whether it belongs to the slow tier.
-    """
-
-    test: str
-    position: int
+    test: str  # the node id that runs it again in pytest
+    position: int  # in the order of collection, the simplest tests first
     failed: bool
-    values: frozenset[str]
+    values: frozenset[str]  # features and axis values: of the last call of a failed test, else of all served calls
     message: str = ""
     slow: bool = False
 
@@ -53,11 +40,7 @@ def values_of(record: dict[str, Any]) -> set[str]:
 
 
 def outcome_of(found: dict[str, Any], failed: bool, message: str = "") -> Outcome:
-    """The outcome of one test, from its records.
-
-    Args:
-        found: "test", "position", "slow" and "records", as the plugin attaches them to a report.
-    """
+    """The outcome of one test; ``found``: what the plugin attached to its report."""
     records = found["records"]
     # A test stops at the call that fails; earlier calls passed.
     told = records[-1:] if failed else [r for r in records if r["status"] == "served"]
@@ -74,15 +57,15 @@ class Failures:
         # A test without a served call has no information about any value.
         self.passed = [o for o in outcomes if not o.failed and o.values]
         self._failed_functions = Counter(o.function for o in self.failed)
-        self._passed_functions = Counter(o.function for o in self.passed)
         if len(self._failed_functions) == 1:
             # Other functions differ from this one by more than their values.
             self.passed = [o for o in self.passed if o.function in self._failed_functions]
 
     def functions(self) -> list[dict[str, Any]]:
         """The test functions that failed, those with most failures first."""
+        passed = Counter(o.function for o in self.passed)
         counts = self._failed_functions.most_common()
-        return [{"function": f, "failed": n, "passed": self._passed_functions[f]} for f, n in counts]
+        return [{"function": f, "failed": n, "passed": passed[f]} for f, n in counts]
 
     def involve(self) -> list[dict[str, Any]]:
         """The values that most failures share and that fail more often than others do, the most telling first.
@@ -93,7 +76,7 @@ class Failures:
         found, seen = [], set()
         # Features, in capitals, come before values of axes.
         for value in sorted(frozenset().union(*(o.values for o in self.failed))):
-            failed, passed = self._tests_with(value)
+            failed, passed = (frozenset(o.test for o in x if value in o.values) for x in (self.failed, self.passed))
             others = len(self.failed) - len(failed), len(self.passed) - len(passed)
             if (failed, passed) in seen or not sum(others):
                 continue
@@ -141,8 +124,3 @@ class Failures:
     def _share(self, failed: int) -> str:
         count = len(self.failed)
         return f"all {count}" if failed == count else f"{failed} of {count}"
-
-    def _tests_with(self, value: str) -> tuple[frozenset[str], frozenset[str]]:
-        """The tests with a value that failed, and those that passed."""
-        failed, passed = (frozenset(o.test for o in all_ if value in o.values) for all_ in (self.failed, self.passed))
-        return failed, passed

@@ -38,12 +38,7 @@ def faults_of_rows(name: str, t: Tensor, live: Tensor, r: Request) -> list[str]:
 
 
 def faults(name: str, t: Tensor, slots: Sequence[int] | None = None, nan_only: bool = False) -> list[str]:
-    """``faults_of_rows`` for a tensor without tokens, which must be finite as a whole.
-
-    Args:
-        slots: the tensor holds these slots of a pool.
-        nan_only: infinite numbers are allowed.
-    """
+    """``faults_of_rows`` for a tensor without tokens, or for these slots of a pool, which must be finite as a whole."""
     bad = t.detach().isnan() if nan_only else ~t.detach().isfinite()
     if not bad.any():
         return []

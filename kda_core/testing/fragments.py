@@ -16,7 +16,7 @@ from torch import Tensor
 from kda_core import _results
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
-from kda_core.request import DATA, DIFFERENTIABLE, BackwardResult, Begun, Edges, ForwardResult, Request
+from kda_core.request import DATA, DIFFERENTIABLE, Begun, Edges, ForwardResult, Request
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.inputs import Call, placed, same_bits
 from kda_core.testing.subject import Mismatch, Record, Results, Subject, undeclared
@@ -24,17 +24,11 @@ from kda_core.testing.subject import Mismatch, Record, Results, Subject, undecla
 
 @dataclass
 class Process:
-    """One process's part of a call.
+    """One process's part of a call."""
 
-    Attributes:
-        request: its rows, on the backend's device.
-        rows: of the whole call.
-        sequences: the sequence of each fragment.
-    """
-
-    request: Request
-    rows: slice
-    sequences: list[int]
+    request: Request  # its rows, on the backend's device
+    rows: slice  # of the whole call
+    sequences: list[int]  # of each fragment
 
     def part(self, x: Tensor) -> Tensor:
         """Its rows of a tensor [B, T, ..] of the whole call, on its device."""
@@ -47,8 +41,7 @@ def processes(kda: Subject, call: Call, cuts: Sequence[int]) -> list[Process]:
     A single fragment is a dense call, several are packed; a batch stays one, of fragments of each row.
     """
     r = call.request()
-    bounds = [0, *cuts, r.T]
-    return [_process(kda, r, call, slice(a, b)) for a, b in pairwise(bounds)]
+    return [_process(kda, r, call, slice(a, b)) for a, b in pairwise([0, *cuts, r.T])]
 
 
 def _process(kda: Subject, r: Request, call: Call, rows: slice) -> Process:
@@ -62,12 +55,11 @@ def _process(kda: Subject, r: Request, call: Call, rows: slice) -> Process:
             lengths = None
     parts = {n: placed(getattr(r, n)[:, rows].contiguous(), kda.device) for n in DATA}
     parts |= {n: placed(x, kda.device) for n in ("A_log", "dt_bias") if (x := getattr(r, n)) is not None}
-    parts["cu_seqlens"] = None
-    if lengths is not None:
-        parts["cu_seqlens"] = placed(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), kda.device)
     states = {"initial_state": None, "output_final_state": True, "cp_context": True, "cu_seqlens_cpu": None}
-    request = replace(r, **parts, **states, save_for_backward=bool(call.grads))
-    return Process(request, rows, sequences)
+    states["cu_seqlens"] = None
+    if lengths is not None:
+        states["cu_seqlens"] = placed(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), kda.device)
+    return Process(replace(r, **parts, **states, save_for_backward=bool(call.grads)), rows, sequences)
 
 
 def _fragments(bounds: list[int], first: int, last: int) -> list[tuple[int, int]]:
@@ -114,10 +106,8 @@ class _Run:
     def results(self) -> dict[str, Tensor]:
         r, call = self.whole, self.call
         begun = [self._begin("kda_core_chunk_begin", p.request) for p in self.own]
-        shape = (r.N, r.HV, r.K, r.V)
-        states = torch.zeros(shape, dtype=torch.float64) if r.initial_state is None else _k_first(r, r.initial_state)
         matrices = [b.matrices for b in begun]
-        starts, _ = _scan(self.own, matrices, begun, states)
+        starts, _ = _scan(self.own, matrices, begun, _k_first(r, r.initial_state))
         done = [self._finish(p.request, b, x) for p, b, x in zip(self.own, begun, starts, strict=True)]
         found = {"o": torch.cat([x.o.cpu() for x in done], 1)}
         if r.output_final_state:
@@ -128,8 +118,7 @@ class _Run:
 
     def _last(self, states: list[Tensor]) -> Tensor:
         """The states of the last fragment of each sequence."""
-        r = self.whole
-        found = torch.empty(r.state_shape, dtype=states[0].dtype)
+        found = torch.empty(self.whole.state_shape, dtype=states[0].dtype)
         for p, own in zip(self.own, states, strict=True):
             for f, n in enumerate(p.sequences):
                 found[n] = own[f].cpu()
@@ -150,28 +139,25 @@ class _Run:
                 raise Mismatch(f"kda_core_chunk_finish saved tensors of {saved}, kda_core_saved_spec says {said}")
         return result
 
+    def _finish_backward(self, r: Request, begun: Begun, ends: Tensor) -> dict[str, Tensor]:
+        hook = "kda_core_chunk_finish_backward"
+        result = self.backend.call(hook, request=r, kept=begun.kept, ends=ends)
+        _results.check_gradients(self.backend.info.name, r, result, None)
+        return result.grads
+
     def _backward(self, done: list[ForwardResult], matrices: list[Tensor | None]) -> dict[str, Tensor]:
         r, grads = self.whole, self.call.grads
         names = [n for n in DIFFERENTIABLE if getattr(r, n) is not None]
         needs = frozenset(names) - {"initial_state"}
-        ends = torch.zeros((r.N, r.HV, r.K, r.V), dtype=torch.float64)
-        if "final_state" in grads:
-            ends = _k_first(r, grads["final_state"])
         requests = [
             replace(p.request, saved=x.saved, grad_o=p.part(grads["o"]) if "o" in grads else None, needs_grad=needs)
             for p, x in zip(self.own, done, strict=True)
         ]
         begun = [self._begin("kda_core_chunk_begin_backward", q) for q in requests]
         transposed = [m.mT if b.matrices is None else b.matrices for m, b in zip(matrices, begun, strict=True)]
-        given, first = _scan(self.own, transposed, begun, ends, backwards=True)
-        found: dict[str, list[Tensor]] = {n: [] for n in needs}
-        for q, b, x in zip(requests, begun, given, strict=True):
-            hook = "kda_core_chunk_finish_backward"
-            result = self.backend.call(hook, request=q, kept=b.kept, ends=x)
-            _results.check_gradients(self.backend.info.name, q, result, None)
-            assert isinstance(result, BackwardResult)
-            for n in needs:
-                found[n].append(result.grads[n].cpu())
+        given, first = _scan(self.own, transposed, begun, _k_first(r, grads.get("final_state")), backwards=True)
+        parts = [self._finish_backward(q, b, x) for q, b, x in zip(requests, begun, given, strict=True)]
+        found = {n: [x[n].cpu() for x in parts] for n in needs}
         joined = {f"d{n}": torch.cat(x, 1) if n in DATA else sum(x) for n, x in found.items()}
         if "initial_state" in names:
             first = first.mT if r.state_v_first else first
@@ -179,7 +165,10 @@ class _Run:
         return joined
 
 
-def _k_first(r: Request, state: Tensor) -> Tensor:
+def _k_first(r: Request, state: Tensor | None) -> Tensor:
+    """States [N, HV, K, V] in float64; None: zeros."""
+    if state is None:
+        return torch.zeros((r.N, r.HV, r.K, r.V), dtype=torch.float64)
     return (state.mT if r.state_v_first else state).double()
 
 
@@ -198,11 +187,7 @@ def _scan(
 
 
 def compare_edges(kda: Subject, call: Call) -> None:
-    """Run the halves of a call with ``Edges``, and with states that lie as its fragments do.
-
-    Raises:
-        Mismatch: a result has other bits; or is another, where the given states meet the matrices.
-    """
+    """Run the halves of a call with ``Edges``, and with states that lie as its fragments do: the same bits come out."""
     r, backend = processes(kda, call, ())[0].request, registry.named(kda.name)
     F, lead, rows, device = r.N, (r.HV, r.K), r.cu_seqlens is not None, r.device
     N, C = (F + 2, 3) if rows else (F, F)
@@ -256,11 +241,8 @@ def compare_edges(kda: Subject, call: Call) -> None:
     by_edges = replace(r, needs_grad=needs, cp_context=edges._replace(matrices=kept))
     back, begun = (run._begin("kda_core_chunk_begin_backward", q) for q in (r, by_edges))
     sent("begin_backward", torch.cat([begun.matrices, begun.additions], -1), plain.matrices.mT, back.additions)
-    hook = "kda_core_chunk_finish_backward"
-    expected = backend.call(hook, request=r, kept=back.kept, ends=starts).grads
-    grads = backend.call(hook, request=by_edges, kept=begun.kept, ends=came)
-    _results.check_gradients(backend.info.name, by_edges, grads, None)
+    expected, grads = run._finish_backward(r, back, starts), run._finish_backward(by_edges, begun, came)
     for n in needs - {"initial_state"}:
-        same(f"d{n}", grads.grads[n], expected[n])
+        same(f"d{n}", grads[n], expected[n])
     first = of_sequences(plain.matrices.mT @ starts + back.additions)
-    same("dinitial_state", grads.grads["initial_state"], first, True)
+    same("dinitial_state", grads["initial_state"], first, True)

@@ -47,14 +47,9 @@ def check(
     subject: Subject, tensors: dict[str, Tensor], lower_bound: float | None = None, backward: bool = False,
     wrt: Collection[str] = DIFFERENTIABLE,
 ) -> None:  # fmt: skip
-    """Call ``kda_gate`` and compare its result (and gradients) with the oracle's.
+    """Call ``kda_gate`` and compare its result, and gradients of ``wrt``, with the oracle's; raises as ``Subject.run``.
 
-    Args:
-        wrt: the arguments whose gradient is asked for. The result's gradient is a slice of a wider tensor.
-
-    Raises:
-        Refused: the backend does not serve the call.
-        Mismatch: a result is off.
+    The result's gradient is a slice of a wider tensor.
     """
     g = tensors["g"]
     by_head = {n: t.reshape(g.shape[-2:]) if n == "dt_bias" else t for n, t in tensors.items()}
@@ -66,7 +61,9 @@ def check(
     reasons = [r for f in features if (r := subject.info.capabilities.refusal(f)) is not None]
     there = {n: placed(t, subject.device).requires_grad_(backward and n in wrt) for n, t in tensors.items()}
     before = {n: guards(t.detach()).clone() for n, t in there.items()}
-    cotangent = _cotangent(g.shape, request.output_dtype) if backward else None
+    # All positive: a sum of both signs could lose all its digits.
+    positive = 0.5 + torch.rand(g.shape, generator=torch.Generator().manual_seed(2))
+    cotangent = positive.to(request.output_dtype) if backward else None
     try:
         got = _call(there, lower_bound, subject, cotangent)
     except UnsupportedCall as refusal:
@@ -75,7 +72,7 @@ def check(
         raise Mismatch(str(error)) from None
     if reasons:
         raise Mismatch(f"served a call that it does not declare: {'; '.join(reasons)}")
-    subject.expect_untouched(before, there, frozenset())
+    subject.expect_untouched(before, there)
     for name, (expected, dtype, budget) in expectations(tensors, lower_bound, request.output_dtype, cotangent).items():
         if name not in got:
             continue
@@ -85,11 +82,6 @@ def check(
         record.note(name, error, budget)
         if problem:
             raise Mismatch(f"kda_gate: {problem}")
-
-
-def _cotangent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A gradient of the result, of one sign: a sum of both signs could lose all its digits."""
-    return (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2))).to(dtype)
 
 
 def _place(name: str, where: tuple[int, ...]) -> str:
@@ -108,21 +100,16 @@ def expectations(
     found = {}
     for name, expected in exact.items():
         dtype = output_dtype if name == "gate" else tensors[name[1:]].dtype
-        errors = [_measure(name, x[name], expected, dtype, tensors["g"]) for x in (rounded, faster)]
-        largest = _measure(name, expected * (1 + unit), expected, dtype, tensors["g"]).worst_row
-        found[name] = expected, dtype, _budget(errors, unit_roundoff(dtype), largest)
+        # The last: float32 functions in the largest row.
+        *errors, largest = (
+            _measure(name, x, expected, dtype, tensors["g"])
+            for x in (rounded[name], faster[name], expected * (1 + unit))
+        )
+        least = 2 * FUNCTION_ULPS * unit_roundoff(dtype)  # an ulp is two unit roundoffs
+        frobenius = max(RELATIVE_RMS * least, *(e.frobenius for e in errors))
+        worst_row = max(least, largest.worst_row, *(e.worst_row for e in errors))
+        found[name] = expected, dtype, Budget(frobenius, worst_row).scaled(FACTOR)
     return found
-
-
-def _budget(errors: list[Error], unit: float, largest_row: float) -> Budget:
-    """Twice the largest of these errors; an ulp is two unit roundoffs.
-
-    Args:
-        unit: unit roundoff of the result. largest_row: error of float32 functions in the largest row.
-    """
-    least = 2 * FUNCTION_ULPS * unit
-    frobenius = max(RELATIVE_RMS * least, *(e.frobenius for e in errors))
-    return Budget(FACTOR * frobenius, FACTOR * max(least, largest_row, *(e.worst_row for e in errors)))
 
 
 def _measure(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype, g: Tensor) -> Error:

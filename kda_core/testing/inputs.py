@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,13 +18,10 @@ from kda_core.reference import sequence_bounds
 from kda_core.request import DATA, Request
 from kda_core.testing.finite import live_rows, padding_faults
 
-GUARD = 512
-"""Poisoned elements before and behind every input: more than any tile's reach past an end."""
+GUARD = 512  # Poisoned elements before and behind every input: more than any tile's reach past an end
 
-INDEX_POISON = 2**30
-"""Poison around index tensors: an index that no pool and no sequence has."""
-
-POISON = {torch.int32: INDEX_POISON, torch.int64: INDEX_POISON}
+POISON = {torch.int32: 2**30, torch.int64: 2**30}
+"""Poison around index tensors: an index that no pool and no sequence has. Around others: NaN."""
 
 
 def indices(*values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -33,25 +31,16 @@ def indices(*values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a public function, with its tensors on the CPU.
+    """One call of a public function, with its tensors on the CPU."""
 
-    Attributes:
-        op: "chunk_kda" or "fused_recurrent_kda".
-        tensors: every tensor argument that is given, by name.
-        options: every other argument that is given, by name.
-        grads: gradients of "o" and "final_state" for a backward; empty: forward only.
-        strided: names of the tensors ("grad_o", "grad_final_state" and "out" too) to be passed as slices of wider ones.
-        given_out: pass a buffer full of NaN as ``out``.
-        name: for messages.
-    """
-
-    op: str
-    tensors: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-    grads: dict[str, Tensor] = field(default_factory=dict)
+    op: str  # "chunk_kda" or "fused_recurrent_kda"
+    tensors: dict[str, Tensor]  # every tensor argument that is given, by name
+    options: dict[str, Any] = field(default_factory=dict)  # every other argument that is given, by name
+    grads: dict[str, Tensor] = field(default_factory=dict)  # of "o" and "final_state"; empty: forward only
+    # Names of tensors, "grad_o", "grad_final_state" and "out" too, to be passed as slices of wider ones.
     strided: frozenset[str] = frozenset()
-    given_out: bool = False
-    name: str = ""
+    given_out: bool = False  # pass a buffer full of NaN as ``out``
+    name: str = ""  # for messages
 
     def having(self, **changes: Any) -> Call:
         """The call with some arguments changed; None takes a tensor out."""
@@ -141,10 +130,9 @@ class Call:
 
     def written_elsewhere(self, indices: Tensor, slots: int = 0, dtype: torch.dtype | None = None) -> Call:
         """The call with its states written to other slots; with ``slots``, of a pool of that many, full of NaN."""
-        call, states = self.having(final_state_indices=indices), self.tensors["initial_state"]
-        if not slots:
-            return call
-        return call.having(final_state_pool=states.new_full((slots, *states.shape[1:]), float("nan"), dtype=dtype))
+        states = self.tensors["initial_state"]
+        pool = states.new_full((slots, *states.shape[1:]), float("nan"), dtype=dtype) if slots else None
+        return self.having(final_state_indices=indices, final_state_pool=pool)
 
     def recorded(self) -> Call:
         """The call with records, in a buffer full of NaN."""
@@ -186,7 +174,7 @@ class Call:
 
     def slice_tokens(self, start: int, end: int) -> Call:
         """Tokens ``start`` to ``end`` of a dense call, forward only."""
-        parts = {n: self.tensors[n][:, start:end].contiguous() for n in ("q", "k", "v", "g", "beta")}
+        parts = {n: self.tensors[n][:, start:end].contiguous() for n in DATA}
         return replace(self.forward_only(), tensors=self.tensors | parts)
 
     def request(self) -> Request:
@@ -212,18 +200,13 @@ class Call:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return not a.numel() or torch.equal(_bytes(a), _bytes(b))
+    same_kind = a.shape == b.shape and a.dtype == b.dtype
+    return same_kind and (not a.numel() or torch.equal(_bytes(a), _bytes(b)))
 
 
 def _bytes(t: Tensor) -> Tensor:
     # A contiguous tensor may have any stride along an axis of one element; a view as bytes needs stride 1.
     return t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)
-
-
-def _poison(t: Tensor) -> Tensor:
-    return t.fill_(POISON.get(t.dtype, float("nan")))
 
 
 def _widened(shape: tuple[int, ...]) -> list[int]:
@@ -248,10 +231,8 @@ def placed(t: Tensor, device: torch.device, strided: bool = False) -> Tensor:
             of a matrix.
     """
     shape = _widened(t.shape) if strided else list(t.shape)
-    size = 1
-    for n in shape:
-        size *= n
-    buffer = _poison(torch.empty(size + 2 * GUARD, dtype=t.dtype, device=device))
+    size, poison = math.prod(shape), POISON.get(t.dtype, float("nan"))
+    buffer = torch.empty(size + 2 * GUARD, dtype=t.dtype, device=device).fill_(poison)
     view = buffer[GUARD : GUARD + size].view(shape)
     return (_sliced(view, t.shape) if strided else view).copy_(t)
 
@@ -268,5 +249,4 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, s
 
 def guards(t: Tensor) -> Tensor:
     """The bytes of the whole buffer that a placed tensor lies in."""
-    storage = t.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())

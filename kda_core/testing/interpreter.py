@@ -34,11 +34,7 @@ def _interpreter() -> Any:
 
 
 def quicken() -> bool:
-    """Let device functions skip the preparation that their launch has done, and values of a type share it.
-
-    Returns:
-        whether there is a triton that prepares in this way.
-    """
+    """Let device functions skip the preparation of their launch, and values of a type share it; False: no triton."""
     interpreter = _interpreter()
     prepare: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)
     scope = getattr(interpreter, "_LangPatchScope", None)
@@ -114,17 +110,14 @@ def _remember_types(interpreter: Any) -> None:
     type(semantic).broadcast_impl_value = broadcast_unless_equal
 
 
-DEPTH = 16
-"""Terms of a product that a matrix unit adds up at once."""
+DEPTH = 16  # Terms of a product that a matrix unit adds up at once
 
 
 def correct_arithmetic() -> bool:
     """Let the interpreter compute with bfloat16 numbers in float32, and round results and conversions to nearest.
 
-    Products with float32 accumulators are added up DEPTH terms at once, exactly, and then rounded, on every CPU.
-
-    Returns:
-        whether there is a triton that can be corrected in this way.
+    Products with float32 accumulators are added up DEPTH terms at once, exactly, and then rounded, on every CPU. False:
+    there is no triton that can be corrected in this way.
     """
     interpreter = _interpreter()
     builder = getattr(interpreter, "InterpreterBuilder", None)

@@ -25,8 +25,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "no norm": {"norm": False, "slots": [0, 1, 3]},
 }  # fmt: skip
 
-DRAFTS = ("one token", "odd channels", "float16")
-"""Steps whose sizes drafts with records take."""
+DRAFTS = ("one token", "odd channels", "float16")  # Steps whose sizes drafts with records take
 
 
 def step(name: str, N: int = 3, seed: int = 0, **more: Any) -> dict[str, Any]:

@@ -20,19 +20,17 @@ from kda_core.request import Request
 from kda_core.testing.cases import BF16, FP16, FP32, FP64, Case
 from kda_core.testing.inputs import Call
 
-Build = Callable[[Case], Call]
-"""Makes the call of a case: ``Case.call``, or a test's own function."""
+Build = Callable[[Case], Call]  # Makes the call of a case: ``Case.call``, or a test's own function
 
 DTYPES = (FP32, BF16, FP16, FP64)
 
 HEAD_DIMS = ((128, 128), (64, 64), (32, 32), (16, 16), (256, 256), (64, 128), (128, 64))
 """Tried where a backend turns down head dimensions that its declared limits allow."""
 
-LENGTHS = (8, 1)
-"""Tokens of a dense case, tried where a backend turns longer calls down."""
+LENGTHS = (8, 1)  # Tokens of a dense case, tried where a backend turns longer calls down
 
-# By backend and function, the changes that helped last: the next call is mostly refused for the same reason.
 _helped: dict[tuple[str, str], tuple] = {}
+"""By backend and function, the changes that helped last: the next call is mostly refused for the same reason."""
 
 
 def turned_down(backend: str, call: Call, device: torch.device) -> str | None:
@@ -44,13 +42,8 @@ def turned_down(backend: str, call: Call, device: torch.device) -> str | None:
 
 
 def nearest(info: BackendInfo, case: Case, build: Build, serves: Callable[[Call], bool]) -> tuple[Case, Build] | None:
-    """The case with as few changes as make a backend serve it, and what makes its call; None: nothing helps.
-
-    Args:
-        serves: whether the backend serves a call, and the call still shows what the test is about.
-    """
-    base = within(case, info)
-    key = (info.name, case.op)
+    """The case with as few changes as make ``serves`` accept its call, and what makes that; None: nothing helps."""
+    base, key = within(case, info), (info.name, case.op)
     # A call on a pool needs states and has its pool already.
     is_pooled = build(case).has_pool
     if is_pooled and base.state is None:
@@ -89,7 +82,10 @@ def within(case: Case, info: BackendInfo) -> Case:
         changes["HV"] = case.H
     stateless = case.backward and Feature.STATE_GRADIENT in closed
     if case.state is not None:
-        changes["state"] = _state_dtype(case, closed, stateless)
+        halves = {BF16: Feature.BF16_STATE, FP16: Feature.FP16_STATE}
+        changes["state"] = FP32 if halves.get(case.state) in closed else case.state
+        if stateless or Feature.INITIAL_STATE in closed:
+            changes["state"] = None
     if Feature.FINAL_STATE in closed or stateless:
         changes["final_state"] = False
     if Feature.VARLEN in closed:
@@ -98,13 +94,19 @@ def within(case: Case, info: BackendInfo) -> Case:
         changes["strided"] = case.strided - {"q", "k", "v", "g", "beta"}
     if Feature.QK_L2NORM in closed:
         changes["l2norm"] = False
-    changes["gate"] = _gate(case, closed)
+    gates = {"softplus": Feature.SOFTPLUS_GATE, "lower bound": Feature.LOWER_BOUND_GATE}
+    changes["gate"] = case.gate
+    if gates.get(case.gate) in closed:
+        changes["gate"] = next((gate for gate, feature in gates.items() if feature not in closed), "given")
     changes["A_log"] = case.A_log or changes["gate"] == "softplus"
     if case.beta == "negative eigenvalues" and Feature.NEG_EIGVAL in closed:
         changes["beta"] = "sigmoid"
     if case.beta in ("sigmoid", "negative eigenvalues") and Feature.BETA_SIGMOID in closed:
         changes["beta"] = "given"
-    return _without_options(case.having(**changes), closed)
+    needed = {f.name: f.metadata["needs"] for f in fields(Request) if "needs" in f.metadata}
+    needed["chunk_size"] = Feature.CHUNK_32
+    kept = {name: value for name, value in case.options.items() if needed.get(name) not in closed}
+    return replace(case, options=kept, **changes)
 
 
 def _head_dim(size: int, limit: int | None, powers_only: bool) -> int:
@@ -113,27 +115,6 @@ def _head_dim(size: int, limit: int | None, powers_only: bool) -> int:
         return size
     above = 1 << size.bit_length()
     return above if limit is None or above <= limit else above // 2
-
-
-def _state_dtype(case: Case, closed: set[Feature], stateless: bool) -> torch.dtype | None:
-    if stateless or Feature.INITIAL_STATE in closed:
-        return None
-    needed = {BF16: Feature.BF16_STATE, FP16: Feature.FP16_STATE}.get(case.state)
-    return FP32 if needed in closed else case.state
-
-
-def _gate(case: Case, closed: set[Feature]) -> str:
-    serving = {"softplus": Feature.SOFTPLUS_GATE, "lower bound": Feature.LOWER_BOUND_GATE}
-    if case.gate not in serving or serving[case.gate] not in closed:
-        return case.gate
-    return next((gate for gate, feature in serving.items() if feature not in closed), "given")
-
-
-def _without_options(case: Case, closed: set[Feature]) -> Case:
-    needed = {f.name: f.metadata["needs"] for f in fields(Request) if "needs" in f.metadata}
-    needed["chunk_size"] = Feature.CHUNK_32
-    kept = {name: value for name, value in case.options.items() if needed.get(name) not in closed}
-    return replace(case, options=kept)
 
 
 def _variants(case: Case, info: BackendInfo) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -148,9 +129,8 @@ def _variants(case: Case, info: BackendInfo) -> Iterator[tuple[dict[str, Any], b
         states.append({"state": None})
     lengths = [{}] + [{"T": T} for T in LENGTHS if T < case.T and not case.lengths]
     pools = (False, True) if Feature.PAGED_STATE in features else (False,)
-    for parts in itertools.product(dims, states, lengths, pools):
-        *changes, pooled = parts
-        yield dict(itertools.chain.from_iterable(change.items() for change in changes)), pooled
+    for dim, state, length, pooled in itertools.product(dims, states, lengths, pools):
+        yield dim | state | length, pooled
 
 
 def _distance(changes: dict[str, Any], pooled: bool) -> int:

@@ -105,10 +105,9 @@ def _targets(config: pytest.Config) -> list[Target]:
     if names is not None:
         try:
             return [find_target(name, interpret, foreign) for name in dict.fromkeys(names)]
-        except UnsupportedCall as error:
-            raise pytest.UsageError(f"--backend: {error}{_other_ways(names, interpret or foreign)}") from None
         except KdaError as error:
-            raise pytest.UsageError(f"--backend: {error}") from None
+            ways = _other_ways(names, interpret or foreign) if isinstance(error, UnsupportedCall) else ""
+            raise pytest.UsageError(f"--backend: {error}{ways}") from None
     targets = []
     for name in (backend.info.name for backend in registry.backends if backend.info.name != ORACLE):
         # One that cannot run was not named on the command line; the header says why it is left out.
@@ -142,7 +141,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     tested = {t.backend for t in config.stash[TARGETS]} | {ORACLE}
     for backend in registry.backends if config.getoption("backend") is None else ():
         if backend.info.name not in tested:
-            lines.append(f"not tested: {_why_not(backend.info.name, config.getoption('interpret'))}")
+            why = f"backend {backend.info.name!r}"
+            try:
+                find_target(backend.info.name, config.getoption("interpret"))
+            except KdaError as error:
+                why = str(error)
+            lines.append(f"not tested: {why}")
     return lines
 
 
@@ -154,17 +158,8 @@ def _arithmetic(device: torch.device, below: float) -> list[str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu ({torch.get_num_threads()} threads)"
-    module = getattr(torch, device.type, None)
-    name = getattr(module, "get_device_name", None)
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return f"{device} ({name(device)})" if name is not None else str(device)
-
-
-def _why_not(name: str, interpret: bool) -> str:
-    try:
-        find_target(name, interpret)
-    except KdaError as error:
-        return str(error)
-    return f"backend {name!r}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

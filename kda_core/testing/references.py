@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_core import reference
-from kda_core.request import Request
+from kda_core.request import DATA, Request
 from kda_core.testing.inputs import Call
 from kda_core.testing.rounding import in_float64
 
@@ -63,8 +63,7 @@ def results(call: Call) -> Results:
 
 
 def _forward(r: Request) -> Results:
-    r = replace(r, out=None, output_final_state=True)
-    result = reference.forward(r)
+    result = reference.forward(replace(r, out=None, output_final_state=True))
     found = {"o": result.o, "final_state": result.final_state, "h": result.h}
     return {n: t for n, t in found.items() if t is not None}
 
@@ -73,12 +72,13 @@ def _backward(r: Request, grads: Results) -> Results:
     grads = {n: t.double() for n, t in grads.items()}
     lengths = [end - start for _, start, end in reference.sequence_bounds(r)]
     kept = _KEPT_STATES * 8 * r.N * max(lengths, default=0) * r.HV * r.K * r.V
-    return _whole_backward(r, grads) if kept <= MAX_GRAPH_BYTES else _piecewise_backward(r, grads)
+    return whole_backward(r, grads) if kept <= MAX_GRAPH_BYTES else _piecewise_backward(r, grads)
 
 
-def _whole_backward(r: Request, grads: Results) -> Results:
+def whole_backward(r: Request, grads: Results) -> Results:
+    """Results and gradients of a request in float64, on its device."""
     names = [n for n in reference.DIFFERENTIABLE if getattr(r, n) is not None]
-    leaves = {n: getattr(r, n).detach().clone().requires_grad_() for n in names}
+    leaves = {n: getattr(r, n).detach().to(torch.float64, copy=True).requires_grad_() for n in names}
     with torch.enable_grad():
         found = reference.oracle(r, inputs=leaves)
         outputs = {"o": found.o, "final_state": found.final_state.mT if r.state_v_first else found.final_state}
@@ -93,10 +93,6 @@ def _whole_backward(r: Request, grads: Results) -> Results:
     return result
 
 
-_PER_TOKEN = ("q", "k", "v", "g", "beta")
-_SHARED = ("A_log", "dt_bias")
-
-
 def _piecewise_backward(r: Request, grads: Results, most_bytes: int = MAX_GRAPH_BYTES) -> Results:
     """Gradients of long sequences, in pieces from back to front; only the states between pieces are kept."""
     like = {n: getattr(r, n) for n in reference.DIFFERENTIABLE if getattr(r, n) is not None}
@@ -106,11 +102,10 @@ def _piecewise_backward(r: Request, grads: Results, most_bytes: int = MAX_GRAPH_
     length = max(1, most_bytes // per_token)
     for n, (b, start, end) in enumerate(reference.sequence_bounds(r)):
         state = r.v.new_zeros(1, *r.state_shape[1:]) if r.initial_state is None else r.initial_state[n : n + 1]
-        cuts = list(range(start, end, length))
         pieces = []
-        for cut in cuts:
+        for cut in range(start, end, length):
             tokens = (slice(b, b + 1), slice(cut, min(cut + length, end)))
-            parts = {name: getattr(r, name)[tokens] for name in _PER_TOKEN}
+            parts = {name: getattr(r, name)[tokens] for name in DATA}
             piece = replace(r, **parts, initial_state=state, cu_seqlens=None, cu_seqlens_cpu=None)
             result = reference.forward(replace(piece, output_final_state=True))
             total["o"][tokens] = result.o
@@ -119,15 +114,12 @@ def _piecewise_backward(r: Request, grads: Results, most_bytes: int = MAX_GRAPH_
         total["final_state"][n] = state[0]
         d_state = grads.get("final_state", torch.zeros_like(total["final_state"]))[n : n + 1]
         for tokens, piece in reversed(pieces):
-            given = {"final_state": d_state}
-            if "o" in grads:
-                given["o"] = grads["o"][tokens]
-            found = _whole_backward(piece, given)
-            for name in _PER_TOKEN:
+            given = {"o": grads["o"][tokens]} if "o" in grads else {}
+            found = whole_backward(piece, given | {"final_state": d_state})
+            for name in DATA:
                 total[f"d{name}"][tokens] = found[f"d{name}"]
-            for name in _SHARED:
-                if name in like:
-                    total[f"d{name}"] += found[f"d{name}"]
+            for name in like.keys() & {"A_log", "dt_bias"}:
+                total[f"d{name}"] += found[f"d{name}"]
             d_state = found["dinitial_state"]
         if r.initial_state is not None:
             total["dinitial_state"][n] = d_state[0]

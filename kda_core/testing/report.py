@@ -21,23 +21,17 @@ STATUSES = ("served", *MEANING)
 
 @dataclass
 class BackendReport:
-    """The records of one backend.
-
-    Attributes:
-        info: its identity card.
-        device: the device under test.
-        coverage: axis -> value -> status -> number of calls.
-        worst: (output, input dtype) -> the error that came closest to its budget.
-        reasons: status -> reason -> number of calls.
-        features: status -> features of the calls that ended so.
-        outcomes: how the tests ended.
-    """
+    """The records of one backend."""
 
     info: BackendInfo
     device: str
+    # axis -> value -> status -> number of calls
     coverage: Any = field(default_factory=lambda: defaultdict(lambda: defaultdict(Counter)))
+    # (output, input dtype) -> the error that came closest to its budget
     worst: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    # status -> reason -> number of calls
     reasons: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    # status -> features of the calls that ended so
     features: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     outcomes: Counter[str] = field(default_factory=Counter)
 

@@ -30,16 +30,11 @@ from kda_core import reference
 from kda_core._results import chunks_of
 from kda_core.request import Request
 
-RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)
-"""Root mean square of a rounding error, in unit roundoffs."""
-
-
+RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)  # Root mean square of a rounding error, in unit roundoffs
 FUNCTION_ULPS = 2
 """Error of exp, log and 1 / sqrt on accelerators, in units in the last place (two unit roundoffs each)."""
 
-SMALLEST_CHUNK = 32
-"""Rows of the shortest ``chunk_size``; kernels may use it for any ``chunk_size``."""
-
+SMALLEST_CHUNK = 32  # Rows of the shortest ``chunk_size``; kernels may use it for any ``chunk_size``
 NOISE_POOL = 2**22
 """Random numbers drawn once; each use starts at a random offset, which is far cheaper than new numbers."""
 
@@ -58,24 +53,16 @@ def _pool(dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Where and how much to perturb.
+    """Where and how much to perturb."""
 
-    Attributes:
-        operand: unit roundoff of the operands of products.
-        accumulate: unit roundoff of sums, exponentials and elementwise operations.
-        offsets: chooses the random numbers.
-        flushed_below: an operand of a product counts as zero below this magnitude.
-    """
-
-    operand: float
-    accumulate: float
-    offsets: random.Random
-    flushed_below: float = 0.0
+    operand: float  # unit roundoff of the operands of products
+    accumulate: float  # unit roundoff of sums, exponentials and elementwise operations
+    offsets: random.Random  # chooses the random numbers
+    flushed_below: float = 0.0  # an operand of a product counts as zero below this magnitude
 
     def errors(self, like: Tensor) -> Tensor:
         """Rounding errors of unit roundoff 1, in the shape of ``like``."""
-        pool = _pool(like.dtype)
-        size = like.numel()
+        pool, size = _pool(like.dtype), like.numel()
         if size > NOISE_POOL // 2:
             begin = pool[-self.offsets.randrange(NOISE_POOL) :][:size]
             rounds, rest = divmod(size - len(begin), NOISE_POOL)
@@ -218,6 +205,12 @@ class _L2Norm(torch.autograd.Function):
         return rate * (grad - noise.relative(y * along, noise.accumulate)), None
 
 
+def _sum_after(x: Tensor) -> Tensor:
+    """The sum of all rows behind each."""
+    after = x.flip(-2).cumsum(-2).flip(-2)
+    return torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
+
+
 def _pairs(left: Tensor, right: Tensor, log_decay: Tensor, noise: Noise) -> Tensor:
     """[..., C, C] lower triangle of sum_c left_rc right_sc exp(sum of log_decay_c over rows s+1 .. r).
 
@@ -231,10 +224,8 @@ def _pairs(left: Tensor, right: Tensor, log_decay: Tensor, noise: Noise) -> Tens
     halves = [t.unflatten(-2, (2, half)) for t in (left, right, log_decay)]
     inner = _pairs(*halves, noise).unbind(-3)
     (_, left), (right, _), (first, second) = (t.unbind(-3) for t in halves)
-    after = first.flip(-2).cumsum(-2).flip(-2)
-    after = torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
     reach = left * _Exp.apply(second.cumsum(-2), half, noise)
-    source = right * _Exp.apply(after, half, noise)
+    source = right * _Exp.apply(_sum_after(first), half, noise)
     across = _Product.apply(reach, source.mT.expand(2, *source.mT.shape), noise)
     zero = torch.zeros_like(across)
     return torch.cat([torch.cat([inner[0], zero], -1), torch.cat([across, inner[1]], -1)], -2)
@@ -249,15 +240,13 @@ def _recurrence(
     """
     step = noise.step
     into = _Exp.apply(log_decay.cumsum(-2), C, noise)
-    after = log_decay.flip(-2).cumsum(-2).flip(-2)
-    after = torch.cat([after[..., 1:, :], torch.zeros_like(after[..., :1, :])], -2)
     qk, kk = _pairs(torch.stack([q, k]), k, log_decay, noise)
     L = step((beta * kk).tril(-1))
     eye = torch.eye(q.shape[-2], dtype=L.dtype, device=L.device)
     A = torch.linalg.solve_triangular(L + eye, eye.expand_as(L), upper=False)
     u = _Rounded.apply(_Product.apply(A, step(beta * v), noise, C, C), noise.operand, noise)
     w = _Product.apply(A, step(step(beta * k) * into), noise, C, C)
-    q_in, k_out, through = step(q * into), step(k * _Exp.apply(after, C, noise)), into[..., -1, :, None]
+    q_in, k_out, through = step(q * into), step(k * _Exp.apply(_sum_after(log_decay), C, noise)), into[..., -1, :, None]
     # A state sums C rank-one updates in float32, in any order.
     state_unit = noise.accumulate * math.sqrt(C)
     outputs, states = [], [state]
@@ -279,18 +268,12 @@ def _initial_state(r: Request) -> Tensor:
 
 
 def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rounded: dict[str, float]):
-    """Samples of every result of a request, perturbed as a kernel's rounding would.
+    """Samples of every result of a request, perturbed as a kernel's rounding would: by name, along a leading axis.
 
     Args:
         r: the request with float64 tensors on the CPU (``in_float64``), without a pool.
-        noise: what to perturb.
-        samples: how many independent samples.
         grads: gradients of "o" and "final_state" (layout of the request), or empty: forward only.
         rounded: unit roundoff of each result when it is stored.
-
-    Returns:
-        Results by name, each with a leading axis of ``samples``: "o", "final_state", "h" and, with ``grads``,
-        "dq", ..., in the layout of the request.
     """
     # float32 arithmetic is accurate enough for the rounding of half types, and twice as fast.
     working = torch.float32 if noise.operand > 64 * unit_roundoff(torch.float32) else torch.float64
@@ -301,10 +284,10 @@ def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rou
         x = {n: t.requires_grad_() for n, t in x.items()}
     with torch.set_grad_enabled(bool(grads)):
         o, states = _forward(r, x, noise)
-        bounds = reference.sequence_bounds(r)
-        last = [states[_chunks(e - s, r.chunk_size)][:, n] for n, (_, s, e) in enumerate(bounds)]
+        counts = [-(-(e - s) // r.chunk_size) for _, s, e in reference.sequence_bounds(r)]
+        last = [states[count][:, n] for n, count in enumerate(counts)]
         final = torch.stack(last, 1) if last else states[0]
-        at_chunks = [states[i][:, n] for n, (_, s, e) in enumerate(bounds) for i in range(_chunks(e - s, r.chunk_size))]
+        at_chunks = [states[i][:, n] for n, count in enumerate(counts) for i in range(count)]
         # Sequences without tokens have no chunk.
         h = torch.stack(at_chunks, 1) if at_chunks else states[0][:, :0]
         h = h.reshape(samples, r.B, chunks_of(r), *h.shape[2:])
@@ -321,10 +304,6 @@ def sample(r: Request, noise: Noise, samples: int, grads: dict[str, Tensor], rou
         grad = torch.zeros_like(x[n]) if grad is None else grad
         results[f"d{n}"] = grad.mT if n == "initial_state" and r.state_v_first else grad
     return {n: noise.relative(t.detach(), rounded.get(n, noise.accumulate)) for n, t in results.items()}
-
-
-def _chunks(length: int, C: int) -> int:
-    return -(-length // C)
 
 
 def _power_of_2(n: int) -> int:

@@ -43,19 +43,15 @@ INTERPRETER_LEAVES_LONG_CALLS_OUT = (
     f"Triton's interpreter takes too long over more than {INTERPRETER_MOST_CHUNKS} chunks of all sequences and heads"
 )
 
-
-CALLS = 3
-"""How often a small call is made on a device."""
-
+CALLS = 3  # How often a small call is made on a device
 MOST_BYTES_OF_REPEATED_CALLS = 2**24
 
 
 class Refused(Exception):
     """The backend does not serve the call.
 
-    Attributes:
-        status: "refused" (by declared features and limits), "rejected" (by its hook ``kda_core_reject``)
-            or "left out" (the interpreter cannot run it).
+    It is "refused" by declared features and limits, "rejected" by ``kda_core_reject``, or "left out": the interpreter
+    cannot run it.
     """
 
     def __init__(self, status: str, reason: str) -> None:
@@ -67,31 +63,21 @@ class Mismatch(AssertionError):
     """A result, or memory after a call, breaks the contract."""
 
 
-Results = dict[str, Tensor]
-"""Results of a call on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)."""
+Results = dict[str, Tensor]  # Results of a call on the CPU, by name ("o", "final_state", "h", "pool", "dq", ...)
 
 
 @dataclass
 class Record:
-    """The record of one call, for the report.
-
-    Attributes:
-        status: "served", or that of ``Refused``, with its ``reasons``.
-        axes: axis values of the call (``axes.axes``).
-        dtype: of q, k and v.
-        features: names of the features that it needs.
-        name: of its case.
-        errors: of its results, as shares of their budgets.
-    """
+    """The record of one call, for the report."""
 
     backend: str
-    axes: dict[str, list[str]]
-    dtype: str
-    features: list[str]
-    name: str
-    status: str = "served"
+    axes: dict[str, list[str]]  # its values along each axis (``axes.axes``)
+    dtype: str  # of q, k and v
+    features: list[str]  # names of those that it needs
+    name: str  # of its case
+    status: str = "served"  # or that of ``Refused``, with its reasons
     reasons: list[str] = field(default_factory=list)
-    errors: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)  # of its results, as shares of their budgets
 
     def turned_down(self, status: str, *reasons: str) -> Refused:
         """Note that the call was not served; returns the exception that says so."""
@@ -99,11 +85,7 @@ class Record:
         return Refused(status, "; ".join(reasons))
 
     def refused(self, error: UnsupportedCall, declared: list[str]) -> Refused:
-        """Note that the backend refused the call; returns the exception that says so.
-
-        Raises:
-            Mismatch: the message lacks a declared reason.
-        """
+        """Note that the backend refused the call; returns the exception that says so, or raises ``Mismatch``."""
         missing = [reason for reason in declared if reason not in str(error)]
         if missing:
             raise Mismatch(f"refused without the declared reason {missing[0]!r}: {error}") from error
@@ -114,11 +96,6 @@ class Record:
         entry = {"output": output, "input_dtype": self.dtype, "case": self.name, "slack": slack}
         entry |= {"frobenius": error.frobenius, "worst_row": error.worst_row, "share": error.share(budget)}
         self.errors.append(entry | {"budget_frobenius": budget.frobenius, "budget_worst_row": budget.worst_row})
-
-
-def _chunks(r: Request) -> int:
-    """Chunks of all sequences and heads, about."""
-    return (r.B * r.T // r.chunk_size + r.N) * r.HV
 
 
 def _is_strided(call: Call) -> bool:
@@ -147,11 +124,7 @@ def expect_kind(
 
 
 def undeclared(info: BackendInfo, r: Request, features: Collection[Feature] | None = None) -> list[str]:
-    """The reasons for which a backend's declared capabilities refuse a request; empty if they allow it.
-
-    Args:
-        features: that the call needs; None: those of the request.
-    """
+    """The reasons for which declared capabilities refuse a request; ``features``: that it needs, unless its own."""
     c = info.capabilities
     reasons = [c.refusal(f) for f in sorted(r.features if features is None else features, key=lambda f: f.name)]
     found = [reason for reason in reasons if reason is not None]
@@ -164,21 +137,12 @@ def undeclared(info: BackendInfo, r: Request, features: Collection[Feature] | No
 
 
 class Subject:
-    """A backend under test on a device.
-
-    Attributes:
-        target: which, and where.
-        about: the features that the test is about.
-        info: the backend's identity card.
-        records: one for every call made so far.
-        wrong_in_bfloat16: the interpreter runs without ``correct_arithmetic``.
-    """
+    """A backend under test on a device; ``about``: the features that the test is about."""
 
     def __init__(self, target: Target, about: Collection[Feature] = ()) -> None:
-        self.target = target
-        self.about = frozenset(about)
+        self.target, self.about = target, frozenset(about)
         self.info = registry.named(target.backend).info
-        self.records: list[Record] = []
+        self.records: list[Record] = []  # one for every call made so far
         self.wrong_in_bfloat16 = target.interpreted and not interpreter.bfloat16_is_right()
 
     @property
@@ -200,8 +164,7 @@ class Subject:
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether q, k and v may have this dtype here."""
-        wrong_here = self.wrong_in_bfloat16 and dtype == torch.bfloat16
-        return dtype in self.info.capabilities.dtypes and not wrong_here
+        return dtype in self.info.capabilities.dtypes and not (self.wrong_in_bfloat16 and dtype == torch.bfloat16)
 
     def repeats(self, count: int) -> int:
         """How often a test repeats a call: once in the interpreter, whose programs run one after another."""
@@ -213,11 +176,6 @@ class Subject:
             return count
         return min(count, max(2, -(-count // INTERPRETER_DRAWS_FEWER)))
 
-    def _rounds_to_bfloat16(self, request: Request, call: Call) -> bool:
-        """Whether a result of the call is stored in bfloat16."""
-        dtypes = budgets.result_dtypes(request)
-        return any(d == torch.bfloat16 for n, d in dtypes.items() if call.grads or n in ("o", "final_state", "h"))
-
     def run(self, call: Call, wrt: Collection[str] = DIFFERENTIABLE) -> Results:
         """Make the call on copies of its tensors in poisoned memory, with everything but the numbers checked.
 
@@ -225,10 +183,7 @@ class Subject:
         memory round everything) stay as they are, bit for bit; slots of a pool that the call does not write stay too;
         results have the shapes, dtypes and device of the contract; optional results are there exactly when asked for;
         rows of no sequence are zero; sequences without tokens pass their states on; made again, small calls have the
-        same bits on devices.
-
-        Args:
-            wrt: the arguments whose gradient a call with gradients asks for.
+        same bits on devices. ``wrt``: the arguments whose gradient a call with gradients asks for.
 
         Raises:
             Refused: the backend does not serve the call.
@@ -242,9 +197,10 @@ class Subject:
         self.records.append(record)
         reasons = self._refusals(request, call)
         if self.target.interpreted and not reasons:
-            if self.wrong_in_bfloat16 and self._rounds_to_bfloat16(request, call):
+            stored = [d for n, d in budgets.result_dtypes(request).items() if call.grads or not n.startswith("d")]
+            if self.wrong_in_bfloat16 and torch.bfloat16 in stored:
                 raise record.turned_down("left out", INTERPRETER_LEAVES_OUT)
-            if _chunks(request) > INTERPRETER_MOST_CHUNKS:
+            if (request.B * request.T // request.chunk_size + request.N) * request.HV > INTERPRETER_MOST_CHUNKS:
                 raise record.turned_down("left out", INTERPRETER_LEAVES_LONG_CALLS_OUT)
         results = self._made(call, wrt, request, record, reasons)
         for _ in range(self.calls(call) - 1):
@@ -271,7 +227,7 @@ class Subject:
         try:
             results = self._answered(call, request, tensors, wrt)
         except UnsupportedCall as error:
-            self.expect_untouched(before, tensors, frozenset())
+            self.expect_untouched(before, tensors)
             raise record.refused(error, reasons) from None
         except ContractViolation as error:
             raise Mismatch(str(error)) from None
@@ -286,19 +242,13 @@ class Subject:
         return results
 
     def check(self, call: Call | Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Results:
-        """Make the call and compare every result with the oracle, within the budgets.
+        """Make the call and compare every result with the oracle, within the budgets; raises as ``run`` does.
 
         Args:
             call: a call; or a case: where the backend refuses its call, the nearest case that it serves is checked too,
                 if it declares what the test is about.
             build: makes the call of a case.
             about: features that the nearest case must still need, beside those of the test.
-
-        Returns:
-            The results of the call, or of the nearest case's.
-
-        Raises:
-            Refused, Mismatch: as ``run``.
         """
         case, call = (call, build(call)) if isinstance(call, Case) else (None, call)
         try:
@@ -307,21 +257,17 @@ class Subject:
             found = None if case is None or refusal.status == "left out" else self._nearest(case, build, about)
             if found is None:
                 raise
-            call = found[1](found[0])
-            results = self.run(call)
+            case, build = found
+            results = self.run(call := build(case))
         self.compare(call, results)
         return results
 
     def near(self, case: Case, build: Build = Case.call, about: Collection[Feature] = ()) -> Case:
         """The case, or the nearest one that the backend serves, for tests that are not about dtypes or dimensions.
 
-        Args:
-            build: makes the call that the test is about.
-            about: features that the nearest case must still need, beside those of the test.
+        ``build`` and ``about`` as for ``check``.
         """
-        if self._serves(build(case), ()):
-            return case
-        found = self._nearest(case, build, about)
+        found = None if self._serves(build(case), ()) else self._nearest(case, build, about)
         return case if found is None else found[0]
 
     def _nearest(self, case: Case, build: Build, about: Collection[Feature]) -> tuple[Case, Build] | None:
@@ -342,55 +288,39 @@ class Subject:
         return turned_down(self.name, call, self.device) is None
 
     def compare(self, call: Call, results: Results) -> None:
-        """Compare results of a call with the oracle's; each must be within its budget, widened by declared slack.
-
-        Raises:
-            Mismatch: names every output outside its budget, with its error and place.
-        """
-        expected = references.results(call)
-        allowed = budgets.budgets(call, self.device)
-        request = call.request()
-        dtypes = budgets.result_dtypes(request)
-        wrong = []
-        for name, got in results.items():
-            # Written slots of a pool are compared as final states, all others bit for bit.
-            if name in ("pool", "checkpoints", "records"):
-                continue
-            wrong += self._compare(name, got, expected[name], allowed[name], dtypes[name], request)
-        if wrong:
+        """Compare results with the oracle's; a ``Mismatch`` names those outside of their budgets and declared slack."""
+        expected, compared = references.results(call), self._comparison(call)
+        # Written slots of a pool are compared as final states, all others bit for bit.
+        names = [n for n in results if n not in ("pool", "checkpoints", "records")]
+        if wrong := list(filter(None, (compared(n, results[n], expected[n]) for n in names))):
             raise Mismatch(f"{call.op} of {call.name!r} on {self.name!r}:\n  " + "\n  ".join(wrong))
 
     def expect(self, call: Call, name: str, got: Tensor, expected: Tensor, what: str) -> None:
-        """Compare a tensor with an expected one, within the budget that output ``name`` of ``call`` has.
+        """Compare a tensor with an expected one, within the budget that output ``name`` of ``call`` has."""
+        if wrong := self._comparison(call)(name, got, expected.double()):
+            raise Mismatch(f"{what}, {call.name!r}: {wrong}")
 
-        Raises:
-            Mismatch: its error exceeds the budget.
-        """
-        request = call.request()
-        budget, dtype = budgets.budgets(call, self.device)[name], budgets.result_dtypes(request)[name]
-        wrong = self._compare(name, got, expected.double(), budget, dtype, request)
-        if wrong:
-            raise Mismatch(f"{what}, {call.name!r}: {wrong[0]}")
-
-    def _compare(
-        self, name: str, got: Tensor, expected: Tensor, budget: Budget, dtype: torch.dtype, r: Request
-    ) -> list[str]:
-        """A sentence about a result outside its budget; empty if it is within."""
+    def _comparison(self, call: Call) -> Callable[[str, Tensor, Tensor], str]:
+        """A function of an output's name, a result and the expected one: a sentence if it is outside its budget."""
+        r, allowed = call.request(), budgets.budgets(call, self.device)
+        dtypes = budgets.result_dtypes(r)
 
         def place(*where: Any) -> str:
             return whole(r).place(*where)
 
-        slack = self.info.slack
-        error, factor, problem = budgets.compare(name, got, expected, dtype, budget, place, slack, r.q.dtype)
-        if self.records:
-            self.records[-1].note(name, error, budget, factor)
-        return [problem] if problem else []
+        def compared(name: str, got: Tensor, expected: Tensor) -> str:
+            slack, budget = self.info.slack, allowed[name]
+            error, factor, wrong = budgets.compare(name, got, expected, dtypes[name], budget, place, slack, r.q.dtype)
+            if self.records:
+                self.records[-1].note(name, error, budget, factor)
+            return wrong
+
+        return compared
 
     def _features(self, r: Request, call: Call) -> set[Feature]:
-        strided = {Feature.STRIDED_INPUT} if _is_strided(call) else set()
-        out = {Feature.OUT} if call.given_out else set()
+        own = {Feature.STRIDED_INPUT: _is_strided(call), Feature.OUT: call.given_out}
         # A call's own tensors may be expanded; the kit passes contiguous copies by default.
-        return set(r.features) - {Feature.STRIDED_INPUT} | strided | out
+        return set(r.features) - {Feature.STRIDED_INPUT} | {feature for feature, is_used in own.items() if is_used}
 
     def _refusals(self, r: Request, call: Call) -> list[str]:
         return undeclared(self.info, r, self._features(r, call))
@@ -454,7 +384,7 @@ class Subject:
         found = torch.autograd.grad(
             [outputs[n] for n in given], [tensors[n] for n in names], list(given.values()), allow_unused=True
         )
-        self.expect_untouched(before, given, frozenset())
+        self.expect_untouched(before, given)
         results = {n: t.detach().to("cpu", copy=True) for n, t in outputs.items()}
         for n, grad in zip(names, found, strict=True):
             like = tensors[n].requires_grad_(False)
@@ -465,7 +395,9 @@ class Subject:
             results[f"d{n}"] = grad.to("cpu", copy=True).reshape(getattr(r, n).shape)
         return results
 
-    def expect_untouched(self, before: dict[str, Tensor], now: dict[str, Tensor], written: frozenset[str]) -> None:
+    def expect_untouched(
+        self, before: dict[str, Tensor], now: dict[str, Tensor], written: Collection[str] = ()
+    ) -> None:
         for name, old in before.items():
             if name not in written and not torch.equal(guards(now[name]), old):
                 raise Mismatch(f"{name} was modified, or memory round it was")

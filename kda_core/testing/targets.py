@@ -14,17 +14,12 @@ from kda_core.errors import UnsupportedCall
 
 @dataclass(frozen=True)
 class Target:
-    """A backend and the device that it is tested on.
-
-    Attributes:
-        interpreted: kernels run in Triton's interpreter, on the CPU.
-        foreign: the backend is not made for this device.
-    """
+    """A backend and the device that it is tested on."""
 
     backend: str
     device: torch.device
-    interpreted: bool = False
-    foreign: bool = False
+    interpreted: bool = False  # kernels run in Triton's interpreter, on the CPU
+    foreign: bool = False  # the backend is not made for this device
 
 
 def devices_of(info: BackendInfo, only_cpu: bool) -> Iterator[torch.device]:
@@ -42,10 +37,7 @@ def devices_of(info: BackendInfo, only_cpu: bool) -> Iterator[torch.device]:
 def find_target(backend: str, interpret: bool = False, foreign: bool = False) -> Target:
     """The backend on the best device of this machine that it can run on.
 
-    Args:
-        interpret: run kernels in Triton's interpreter, on the CPU.
-        foreign: the environment allowed it a device that it is not made for before it was loaded
-            (``kda_core.capabilities.FOREIGN_VARIABLE``).
+    ``foreign``: before it was loaded, ``kda_core.capabilities.FOREIGN_VARIABLE`` allowed it other devices than its own.
 
     Raises:
         BackendNotFound, BrokenBackend: no such backend can be used.

@@ -47,13 +47,12 @@ class TierCount:
     def empty(self) -> list[str]:
         """A sentence when there are tests, but none in the tier that runs; a shell pattern may name files of both."""
         chosen = tier(self.config)
-        if chosen is None or self.counts[chosen]:
-            return []
         other = "fast" if chosen == "slow" else "slow"
         count, names = self.counts[other], " ".join(self.config.args)
+        if chosen is None or self.counts[chosen] or not count:
+            return []
         tests = "1 test" if count == 1 else f"{count} tests"
-        found = f"no tests in tier {chosen} of {names}: it has {tests}, all {other}; they run {HOW[other]}"
-        return [found] if count else []
+        return [f"no tests in tier {chosen} of {names}: it has {tests}, all {other}; they run {HOW[other]}"]
 
 
 MODULES = (
@@ -77,6 +76,6 @@ def module_of(item: pytest.Item) -> str:
 
 def simplest_first(items: list[pytest.Item]) -> list[pytest.Item]:
     """Sort the kit's items among the places that they hold; other items keep theirs."""
-    kit = sorted((item for item in items if module_of(item) in _PLACE), key=lambda item: _PLACE[module_of(item)])
-    following = iter(kit)
+    kit = (item for item in items if module_of(item) in _PLACE)
+    following = iter(sorted(kit, key=lambda item: _PLACE[module_of(item)]))
     return [next(following) if module_of(item) in _PLACE else item for item in items]

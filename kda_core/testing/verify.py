@@ -27,25 +27,15 @@ TREES = torch.tensor([[-1, 0, 0], [-1, -1, 0], [-1, 0, 1]])
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One output of one case, or a case without a result.
+    """One output of one case, or a case without a result."""
 
-    Attributes:
-        case: its name; of an untested feature, the feature's.
-        output: "o", "final_state", "dq", ...; "" when there is no result (see ``note``).
-        error: relative error against the float64 oracle: |x - ref| / |ref|.
-        budget: the largest error allowed, declared slack included.
-        share: the larger of this error and of the worst row's, each as a share of its budget.
-        verdict: "passed", "FAILED", "refused" (as declared) or "untested" (declared, and no case had a result with it).
-        note: why there is no result, or "". The first failed output of a case: all that is wrong with the case.
-    """
-
-    case: str
-    output: str
-    error: float
-    budget: float
-    share: float
-    verdict: str
-    note: str = ""
+    case: str  # its name; of an untested feature, the feature's
+    output: str  # "o", "final_state", "dq", ...; "" when there is no result
+    error: float  # relative, against the float64 oracle: |x - ref| / |ref|
+    budget: float  # the largest error allowed, declared slack included
+    share: float  # the larger of this error and of the worst row's, each as a share of its budget
+    verdict: str  # "passed", "FAILED", "refused" (as declared), "untested" (declared; no case had a result with it)
+    note: str = ""  # why there is no result; of the first failed output of a case, all that is wrong with the case
 
     @property
     def passed(self) -> bool:
@@ -53,9 +43,7 @@ class Row:
         return self.verdict != "FAILED"
 
 
-Check = tuple[str, Callable[[Subject], object]]
-"""The name of a case, and what checks it."""
-
+Check = tuple[str, Callable[[Subject], object]]  # The name of a case, and what checks it
 _POOLS = FEATURES_1_2 - FEATURES_1_0 | {Feature.PAGED_STATE, Feature.SPEC_DECODE}
 _HALF: dict[str, Any] = {"K": 64} | BFLOAT16
 
@@ -133,12 +121,7 @@ def checks() -> list[Check]:
 
 
 def by_case(backend: str, device: torch.device | None = None, names: Collection[str] = ()) -> Iterator[list[Row]]:
-    """Check a backend, case by case.
-
-    Args:
-        backend: its name.
-        device: where to run; None: the best device of this machine that it can serve.
-        names: of the cases to run; all where none is named.
+    """Check a backend on a device, or on the best one, case by case: those that are named, or all.
 
     Yields:
         The rows of a case, as soon as it ran: one for every output, or one that says that it is refused. Then the

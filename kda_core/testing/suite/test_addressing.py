@@ -20,12 +20,11 @@ R = "fused_recurrent_kda"
 CASES = [
     *(Case(name=f"strided {names}", B=2, T=70, strided=frozenset(names.split())) for names in ("q", "k v", "g beta")),
     Case(name="strided inputs", B=2, T=70, strided=frozenset(INPUTS)),
-    Case(name="strided arguments", T=70, HV=6, lengths=(30, 40), state=FP32, **SOFTPLUS).having(
-        strided=frozenset({"initial_state", "A_log", "dt_bias", "cu_seqlens"})
-    ),
+    Case(name="strided arguments", T=70, HV=6, lengths=(30, 40), state=FP32, **SOFTPLUS)
+    .having(strided=frozenset({"initial_state", "A_log", "dt_bias", "cu_seqlens"})),
     Case(name="strided out", B=2, T=70, given_out=True, strided=frozenset({"out"})),
     *(Case(name=f"inside {K} {V}", B=2, T=70, K=K, V=V, state=FP32) for K, V in ((60, 36), (17, 33), (100, 50))),
-]
+]  # fmt: skip
 
 
 @requires(Feature.CHUNK)

@@ -42,10 +42,11 @@ SHORT = [
     Case(name="gradients of a token float16", T=1, K=64, dtype=FP16, state=FP32, backward=True),
     Case(name="gradients of a token bfloat16", T=1, K=128, dtype=BF16, state=FP32, backward=True),
     # Nothing decays, so dg is exactly zero; a sum of cancelling 16-bit parts is not.
-    Case(name="gradients of lone tokens bfloat16", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=BF16)
-    .having(backward=True),
-    Case(name="gradients of lone tokens float16", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=FP16)
-    .having(backward=True),
+    *(
+        Case(name=f"gradients of lone tokens {name}", T=3, K=64, lengths=(1, 1, 0, 1), decay="slow", dtype=dtype)
+        .having(backward=True)
+        for name, dtype in (("bfloat16", BF16), ("float16", FP16))
+    ),
     Case(name="gradients of few tokens", T=20, K=64, decay="slow", dtype=FP16, state=BF16, backward=True),
     Case(name="gradients of few tokens V first", T=20, K=64, V=20, decay="slow", dtype=FP16, state=FP32, backward=True)
     .having(options={"state_v_first": True}),
@@ -122,8 +123,7 @@ def test_backward_of_offloaded_tensors(kda):
 @pytest.mark.parametrize("size", [500.0, 2000.0, 3900.0])
 def test_backward_of_large_queries_float16(kda, size: float):
     """Elements of q far from 1, without a norm, where a chunk decays by a few powers of two."""
-    case = Case(name="large queries", T=40, decay=-0.25, backward=True, **PLAIN[FP16])
-    call = case.call()
+    call = Case(name="large queries", T=40, decay=-0.25, backward=True, **PLAIN[FP16]).call()
     q = call.tensors["q"].float()
     q = (q * (size / q.abs().amax(-1, keepdim=True))).to(FP16)
     grads = {n: (1e-3 * t.float()).to(t.dtype) for n, t in call.grads.items()}

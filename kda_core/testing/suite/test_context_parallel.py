@@ -30,11 +30,9 @@ CASES = [
     (Case(name="long fragments, packed", T=1120, H=1, lengths=(7, 500, 613), decay="slow", **HALF | {"K": 16}), (5,)),
     (Case(name="fragments, promised decays", T=64, decay="bounded", options={"safe_gate": True}, **HALF), (32,)),
 ]  # fmt: skip
-EDGES = (
-    "fragments of packed sequences", "fragments of a batch", "fragments of bfloat16", "fragments, all in kernel",
-    "long fragments, packed",
-)  # fmt: skip
+WITH_EDGES = ("packed sequences", "a batch", "bfloat16", "all in kernel", "long fragments, packed")
 CUTS = {case.name: cuts for case, cuts in CASES}
+BACKWARD = requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT, Feature.CONTEXT_PARALLEL)
 
 
 @requires(Feature.CHUNK, Feature.CONTEXT_PARALLEL)
@@ -45,7 +43,7 @@ def test_fragments(kda, case: Case):
     kda.compare(call, fragments.run(kda, call, CUTS[case.name]))
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT, Feature.CONTEXT_PARALLEL)
+@BACKWARD
 @each([case.having(name=f"{case.name}, gradients", backward=True) for case, _ in CASES])
 def test_fragments_backward(kda, case: Case):
     """So are its gradients, those of states included (FAILURES 17)."""
@@ -53,7 +51,7 @@ def test_fragments_backward(kda, case: Case):
     kda.compare(call, fragments.run(kda, call, CUTS[case.name.removesuffix(", gradients")]))
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT, Feature.CONTEXT_PARALLEL)
+@BACKWARD
 @pytest.mark.parametrize("output", ["o", "final_state"])
 def test_fragments_backward_from_one_output(kda, output: str):
     """The gradient of one output alone; from a final state alone fragments have no gradient of o."""
@@ -62,8 +60,8 @@ def test_fragments_backward_from_one_output(kda, output: str):
     kda.compare(call, fragments.run(kda, call, (30,)))
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT, Feature.CONTEXT_PARALLEL)
-@each([case.having(backward=True) for case, _ in CASES if case.name in EDGES])
+@BACKWARD
+@each([case.having(backward=True) for case, _ in CASES if case.name.endswith(WITH_EDGES)])
 def test_edges(kda, case: Case):
     """States at the edges of fragments are read and written where tables say, without other bits."""
     if not kda.info.capabilities.edges:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -54,9 +55,8 @@ def test_backward_twice_of_one_forward(kda):
     leaves = {n: t.requires_grad_() for n, t in kda.on_device(call).items()}
     o, _ = call(leaves, kda.name)
     grad = call.grads["o"].to(kda.device)
-    first = torch.autograd.grad(o, list(leaves.values()), grad, retain_graph=True)
-    second = torch.autograd.grad(o, list(leaves.values()), grad)
-    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    first, second = (torch.autograd.grad(o, list(leaves.values()), grad, retain_graph=True) for _ in range(2))
+    assert all(map(same_bits, first, second))
 
 
 @requires(Feature.CHUNK, Feature.BACKWARD)
@@ -132,8 +132,5 @@ def _compilations() -> Iterator[list[str]]:
         if before is not None:
             before(*args, **kwargs)
 
-    knobs.runtime.jit_post_compile_hook = note
-    try:
+    with patch.object(knobs.runtime, "jit_post_compile_hook", note):
         yield names
-    finally:
-        knobs.runtime.jit_post_compile_hook = before

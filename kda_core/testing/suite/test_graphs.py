@@ -14,8 +14,9 @@ from torch import Tensor
 from kda_core.capabilities import Feature
 from kda_core.nn import kda_decode_step
 from kda_core.reference import DIFFERENTIABLE
+from kda_core.request import DATA
 from kda_core.testing.cases import BF16, BFLOAT16, FP32, PLAIN, SOFTPLUS, Case
-from kda_core.testing.inputs import Call, same_bits
+from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
 
@@ -51,9 +52,8 @@ def test_training_step_in_a_graph(kda, lengths: tuple[int, ...], recompute: bool
     """FAILURES 13: replayed with other inputs, and other boundaries, a captured step does what a new one does."""
     _needs_graphs(kda)
     options = {"disable_recompute": not recompute}
-    shape = {"HV": 6, **PLAIN[BF16], **BFLOAT16, **SOFTPLUS}
-    name = f"step in a graph {lengths} {recompute}"
-    call = Case(name=name, T=121, lengths=lengths, backward=True, options=options, **shape).call()
+    fields = {"HV": 6, "lengths": lengths, "backward": True, **PLAIN[BF16], **BFLOAT16, **SOFTPLUS}
+    call = Case(name=f"step in a graph {lengths} {recompute}", T=121, options=options, **fields).call()
     kda.check(call)
     tensors = kda.on_device(call)
     leaves = [tensors[n].requires_grad_() for n in DIFFERENTIABLE if n in tensors]
@@ -84,8 +84,7 @@ def test_training_step_in_a_graph(kda, lengths: tuple[int, ...], recompute: bool
             assert same_bits(ours.detach(), again.detach()), f"result {position}, replay {turn}"
 
 
-SLOTS = ([4, 0, 2, 1], [1, -1, 5, 0], [-1, -1, -1, -1], [2, 4, 0, 3])
-"""Slots of four rows at each replay; -1 pads."""
+SLOTS = ([4, 0, 2, 1], [1, -1, 5, 0], [-1, -1, -1, -1], [2, 4, 0, 3])  # Slots of four rows at each replay; -1 pads
 
 COUNTS = ([0, 1, 2, 3], [3, 2, 0, 1], [1, 0, 3, 2], [3, 3, 3, 3])
 """Tokens of the draft before that each row commits, 0 to all."""
@@ -94,7 +93,7 @@ COUNTS = ([0, 1, 2, 3], [3, 2, 0, 1], [1, 0, 3, 2], [3, 3, 3, 3])
 def _pool_call(kda: Subject, T: int) -> Call:
     """Four sequences of T tokens on a pool of six slots."""
     case = Case(name=f"captured, {T} tokens", op="fused_recurrent_kda", B=4, T=T, state=FP32, final_state=False)
-    slots = torch.tensor(SLOTS[0], dtype=torch.int32)
+    slots = indices(*SLOTS[0])
     return kda.near(case, lambda near: near.call().in_pool(slots, 6)).call().in_pool(slots, 6)
 
 
@@ -148,7 +147,7 @@ def test_drafts_with_records_in_a_graph(kda):
     pool.nan_to_num_(0.25)
     counts = torch.zeros_like(slots)
     given = tensors | {"commit": earlier, "num_committed": counts}
-    rows = [earlier, *(tensors[n] for n in ("q", "k", "v", "g", "beta"))]
+    rows = [earlier, *(tensors[n] for n in DATA)]
     tables = [(slots, SLOTS), (counts, COUNTS)]
     _expect_replays(lambda: call(given, kda.name)[0], [pool, records], tables, rows)
 
@@ -159,7 +158,7 @@ def test_decoding_step_in_a_graph(kda):
     _needs_graphs(kda)
     call = _pool_call(kda, 1)
     kda.check(call)
-    q, k, v, g, beta = (call.tensors[n][:, 0].to(kda.device) for n in ("q", "k", "v", "g", "beta"))
+    q, k, v, g, beta = (call.tensors[n][:, 0].to(kda.device) for n in DATA)
     state, slots = (call.tensors[n].to(kda.device) for n in ("initial_state", "ssm_state_indices"))
     state.nan_to_num_(0.25)
     rows = {"mixed_qkv": torch.cat([x.flatten(1) for x in (q, k, v)], 1), "g": g, "beta": beta, "norm_gate": v}

@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from kda_core.capabilities import Feature
+from kda_core.request import DATA
 from kda_core.testing import references
-from kda_core.testing.cases import BF16, FP32, PLAIN, Case
-from kda_core.testing.inputs import same_bits
+from kda_core.testing.cases import BF16, BOUNDED, FP32, PLAIN, Case
+from kda_core.testing.inputs import indices, same_bits
 from kda_core.testing.marks import either_function, requires
 
-ALL = Case(
-    name="unchanged", T=100, HV=6, gate="softplus", l2norm=True, beta="negative eigenvalues", state=torch.float32,
-    lengths=(40, 60),
-)  # fmt: skip
+ALL = Case(name="unchanged", T=100, HV=6, state=FP32, lengths=(40, 60), **BOUNDED | {"gate": "softplus"})
 
 
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -31,8 +29,7 @@ def test_results_alias_nothing(kda, T: int):
         o, state = call(tensors, kda.name)
         before = {n: t.clone() for n, t in tensors.items()} | {"o": o.clone(), "state": state.clone()}
         call(tensors | {"v": -tensors["v"]}, kda.name)
-    assert same_bits(o, before["o"])
-    assert same_bits(state, before["state"])
+    assert all(map(same_bits, (o, state), (before["o"], before["state"])))
     state.fill_(float("nan"))
     assert same_bits(o, before["o"])
     o.fill_(float("nan"))
@@ -54,11 +51,8 @@ GATED = (
 )
 def test_inputs_changed_in_place(kda, op: str):
     """The same call again after each input was changed in place: what is kept by address would be old."""
-    if op == "chunk_kda":
-        call = ALL.call()
-    else:
-        step = ALL.having(name="changed step", op=op, B=3, T=1, lengths=())
-        call = step.call().in_pool(torch.tensor([4, 0, 2], dtype=torch.int32), 5)
+    step = ALL.having(name="changed step", op=op, B=3, T=1, lengths=())
+    call = ALL.call() if op == "chunk_kda" else step.call().in_pool(indices(4, 0, 2), 5)
     kda.run(call)
     tensors = kda.on_device(call)
     tensors |= {n: torch.ones_like(t) for n, t in tensors.items() if n == "initial_state"}
@@ -84,7 +78,7 @@ def test_device_that_is_not_current(kda, op: str):
 
     def run(device: torch.device) -> list[torch.Tensor]:
         tensors = {n: t if n == "cu_seqlens_cpu" else t.to(device) for n, t in call.tensors.items()}
-        inputs = {n: tensors[n].requires_grad_() for n in ("q", "k", "v", "g", "beta")}
+        inputs = {n: tensors[n].requires_grad_() for n in DATA}
         o, state, *_ = call(tensors | inputs, kda.name)
         return [o, state, *torch.autograd.grad([o, state], list(inputs.values()), [o.detach(), state.detach()])]
 

@@ -22,14 +22,7 @@ POWER = 50.0
 
 @dataclass(frozen=True)
 class Option:
-    """One option: how a call looks with it and, for the effect, without it.
-
-    Attributes:
-        changes: the arguments that the option adds.
-        feature: what it needs.
-        on: name of the prepared call it is tried on.
-        effect: whether it changes the results.
-    """
+    """One option: the arguments that it adds to a prepared call, and whether these change its results."""
 
     changes: dict[str, Any]
     feature: Feature | None = None
@@ -37,6 +30,7 @@ class Option:
     effect: bool = True
 
 
+WITH_H = {"return_intermediate_states": True}
 OPTIONS = {
     "scale": Option({"scale": -0.4}),
     # The call passes it although it is false.
@@ -55,9 +49,7 @@ OPTIONS = {
     "disable_recompute": Option({"disable_recompute": True}, Feature.DISABLE_RECOMPUTE, effect=False),
     "batch_invariant": Option({"batch_invariant": True}, Feature.BATCH_INVARIANT, effect=False),
     "chunk_size": Option({"chunk_size": 32}, Feature.CHUNK_32, effect=False),
-    "return_intermediate_states": Option(
-        {"return_intermediate_states": True}, Feature.INTERMEDIATE_STATES, effect=False
-    ),
+    "return_intermediate_states": Option(WITH_H, Feature.INTERMEDIATE_STATES, effect=False),
 }
 
 _BASES = {
@@ -88,8 +80,8 @@ def _calls(option: Option) -> tuple[Call, Call]:
 
 
 def _each(names: Collection[str]) -> pytest.MarkDecorator:
-    options = [(n, OPTIONS[n].feature) for n in names]
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=requires(f) if f else ()) for n, f in options])
+    marks = {n: requires(OPTIONS[n].feature) if OPTIONS[n].feature else () for n in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n]) for n in names])
 
 
 def _check(kda: Subject, base: Call, call: Call, effect: bool) -> None:

@@ -34,22 +34,13 @@ def test_packed(kda, case: Case):
 
 def _with_sequences(call: Call, chosen: list[int]) -> Call:
     """A call of these sequences of it alone, packed or dense as it is."""
-    states = call.tensors["initial_state"][chosen].contiguous()
     if "cu_seqlens" not in call.tensors:
-        own = {n: call.tensors[n][chosen].contiguous() for n in DATA}
-        grads = {n: t[chosen] for n, t in call.grads.items()}
-        return replace(call.having(**own, initial_state=states), grads=grads)
-    lengths = call.lengths()
-    starts = [sum(lengths[:n]) for n in chosen]
-    rows = torch.cat([torch.arange(a, a + lengths[n]) for n, a in zip(chosen, starts, strict=True)])
-    own = {n: call.tensors[n][:, rows].contiguous() for n in DATA}
-    ends = torch.tensor([0, *(lengths[n] for n in chosen)]).cumsum(0).to(torch.int32)
-    grads = {n: t[:, rows] if n == "o" else t[chosen] for n, t in call.grads.items()}
-    return replace(call.having(**own, initial_state=states, cu_seqlens=ends), grads=grads)
-
-
-def _layout(lengths: tuple[int, ...]) -> str:
-    return "packed" if lengths else "dense"
+        own = {n: call.tensors[n][chosen].contiguous() for n in (*DATA, "initial_state")}
+        return replace(call.having(**own), grads={n: t[chosen] for n, t in call.grads.items()})
+    rows = [(n, [*range(call.lengths()[n])]) for n in chosen]
+    few = call.with_sequences(rows)
+    grads = {n: call.packed(t, rows) if n == "o" else t[chosen] for n, t in call.grads.items()}
+    return replace(few.having(cu_seqlens=few.tensors["cu_seqlens"].int()), grads=grads)
 
 
 def check_company(kda: Subject, call: Call, *companies: list[int]) -> None:
@@ -84,7 +75,10 @@ def test_packed_in_any_company(kda, op: str, dtype: torch.dtype):
 
 @requires(Feature.CHUNK, Feature.BATCH_INVARIANT)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("lengths", [(), pytest.param((130, 1, 5, 64), marks=requires(Feature.VARLEN))], ids=_layout)
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param((), id="dense"), pytest.param((130, 1, 5, 64), marks=requires(Feature.VARLEN), id="packed")],
+)
 def test_batch_invariant(kda, lengths: tuple[int, ...], dtype: torch.dtype):
     """With batch_invariant a sequence, dense or packed, has the same bits alone and in a batch, gradients included."""
     fields = {"lengths": lengths, "T": 200} if lengths else {"B": 4, "T": 130}
@@ -99,17 +93,16 @@ def test_batch_invariant(kda, lengths: tuple[int, ...], dtype: torch.dtype):
 def test_packed_anything_behind_the_end(kda, raw: bool, value: float):
     """Rows behind the last sequence may hold anything: their gradient is zero, and no other result changes."""
     fields = SOFTPLUS | {"HV": 6} if raw else {}
-    case = Case(name=f"anything behind the end {raw}", T=90, lengths=(30, 0, 41), state=FP32, backward=True, **fields)
-    call = case.call()
+    fields |= {"lengths": (30, 0, 41), "state": FP32, "backward": True}
+    call = Case(name=f"anything behind the end {raw}", T=90, **fields).call()
     expected = kda.check(call)
-    rows = {name: call.tensors[name].clone() for name in ("q", "k", "v", "g", "beta")}
+    rows = {name: call.tensors[name].clone() for name in DATA}
     for x in rows.values():
         x[:, 71:] = value
     results = kda.run(call.having(**rows))
     for name, got in results.items():
         assert same_bits(got, expected[name]), name
-    for name in rows:
-        assert not results[f"d{name}"][:, 71:].any()
+    assert not any(results[f"d{name}"][:, 71:].any() for name in rows)
 
 
 @requires(Feature.CHUNK, Feature.VARLEN)

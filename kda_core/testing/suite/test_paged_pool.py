@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ import torch
 import kda_core
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
+from kda_core.request import DATA
 from kda_core.testing.cases import BF16, BFLOAT16, FP16, FP32, SOFTPLUS, Case
 from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires, slow
@@ -37,9 +36,7 @@ def sequences(kda, op: str, T: int, N: int = 3, **fields) -> Call:
     return kda.near(case, lambda near: near.call().in_pool(torch.arange(N, dtype=torch.int32), N)).call()
 
 
-def on(
-    slots: torch.Tensor, accepted: tuple = (), elsewhere: tuple = (), more: dict[str, Any] | None = None, **fields
-) -> tuple[dict, Callable[[Call], Call]]:
+def on(slots: torch.Tensor, accepted: tuple = (), elsewhere: tuple = (), more: dict | None = None, **fields) -> tuple:
     """Fields of a case, and what puts its call on slots of a pool of 20.
 
     Args:
@@ -47,8 +44,7 @@ def on(
     """
 
     def build(call: Call) -> Call:
-        counts = indices(*accepted) if accepted else None
-        call = call.having(**(more or {})).in_pool(slots, 20, counts)
+        call = call.having(**(more or {})).in_pool(slots, 20, indices(*accepted) if accepted else None)
         return call.written_elsewhere(*elsewhere) if elsewhere else call
 
     return fields, build
@@ -129,11 +125,10 @@ def test_pool_of_no_sequence(kda, op: str, T: int, width: int | None):
     if op == "chunk_kda":
         tensors["cu_seqlens"] = torch.zeros(1, dtype=torch.int32).to(kda.device)
     else:
-        tensors |= {n: tensors[n][:0] for n in ("q", "k", "v", "g", "beta")}
+        tensors |= {n: tensors[n][:0] for n in DATA}
     with torch.no_grad():
         o, _ = call(tensors, kda.name)
-    assert o.shape == tensors["v"].shape
-    assert not o.any()
+    assert torch.equal(o, torch.zeros_like(tensors["v"]))
     assert same_bits(tensors["initial_state"], before)
 
 
@@ -142,10 +137,8 @@ def test_pool_repeats(kda, op: str, T: int):
     """Calls in place are right from the first one on, and equal bit for bit from equal pools."""
     call = sequences(kda, op, T).in_pool(indices(4, 0, 2), 6)
     first = kda.check(call)
-    for _ in range(3):
-        again = kda.run(call)
-        assert same_bits(first["pool"], again["pool"])
-        assert same_bits(first["o"], again["o"])
+    for again in (kda.run(call) for _ in range(3)):
+        assert all(same_bits(first[n], again[n]) for n in ("pool", "o"))
 
 
 @FUNCTIONS
@@ -171,8 +164,7 @@ def test_pool_in_a_graph_with_other_slots(kda, op: str, T: int):
             replayed = pool.clone(), out.clone()
             pool.copy_(before)
             call(tensors, kda.name)
-            assert same_bits(replayed[0], pool), f"slots {rows}"
-            assert same_bits(replayed[1], out), f"slots {rows}"
+            assert all(map(same_bits, replayed, (pool, out))), f"slots {rows}"
 
 
 @requires(Feature.CHUNK, Feature.RECURRENT, Feature.PAGED_STATE)
@@ -227,6 +219,7 @@ def draft(kda, T: int = 3, **fields) -> Call:
 
 SLOTS = indices([8, 1, 2], [0, 4, 9], [6, 3, 7])
 EARLIER, WRITTEN = indices([5, 6, 7], [0, 1, 2], [3, 4, 8]), indices([8, 1, -1], [0, 4, 9], [6, 3, 7])
+KEPT = {"update_state": False}
 DRAFTS = {
     "from the first": on(SLOTS),
     "mixed": on(SLOTS, (1, 2, 3)),
@@ -243,9 +236,7 @@ DRAFTS = {
     # A draft that starts from zero does not read the slot of its last accepted token.
     "fresh": on(indices([8, 1, 2], [0, 4, 9], [6, -1, 7]), (2, 1, 3), more={"has_initial_state": torch.arange(3) < 1}),
     # No slot of the table is written; they need not differ.
-    "outputs alone": on(
-        indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), (2, 1, 3), more={"update_state": False}, final_state=False
-    ),
+    "outputs alone": on(indices([8, 1, 1], [0, 4, 9], [1, 6, 7]), (2, 1, 3), more=KEPT, final_state=False),
     # From a committed pool into a buffer of the states after every token, which may have another dtype.
     "elsewhere": on(indices(2, -1, 2), (), (WRITTEN, 10)),
     "elsewhere in bfloat16": on(indices(2, -1, 2), (), (WRITTEN, 10, BF16)),

@@ -11,6 +11,7 @@ import torch
 
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
+from kda_core.request import DATA
 from kda_core.testing.cases import BF16, FP32, FP64, Case
 from kda_core.testing.inputs import Call, indices, same_bits
 from kda_core.testing.marks import requires
@@ -28,17 +29,13 @@ sequences = partial(test_paged_pool.sequences, final_state=False)
 draft = partial(test_paged_pool.draft, final_state=False)
 
 
-def _flags(*given: bool) -> torch.Tensor:
-    return torch.tensor(given)
-
-
 @requires(Feature.CHUNK, Feature.PAGED_STATE)
 @pytest.mark.parametrize("name", ["plain", "fresh", "elsewhere"])
 def test_pool_empty_sequence(kda, name: str):
     """A sequence without tokens writes nothing, bit for bit: its slot keeps what it held, and no copy is made of it."""
     call = Case(name="empty in a pool", T=40, lengths=(20, 0, 20), state=FP32, final_state=False).call()
     if name == "fresh":
-        call = call.having(has_initial_state=_flags(True, False, False))
+        call = call.having(has_initial_state=torch.tensor([True, False, False]))
     for empty in (call, call.decoding()):
         pooled = empty.in_pool(indices(1, 4, 0), 8)
         kda.check(pooled.written_elsewhere(indices(5, 6, 7)) if name == "elsewhere" else pooled)
@@ -52,7 +49,7 @@ def test_fresh_sequences_have_the_bits_of_a_zero_slot(kda, op: str, T: int):
     pool = call.tensors["initial_state"].clone()
     pool[4] = 0
     expected = kda.run(call.having(initial_state=pool))
-    found = kda.run(call.having(has_initial_state=_flags(False, True, True)))
+    found = kda.run(call.having(has_initial_state=torch.tensor([False, True, True])))
     assert all(same_bits(found[name], expected[name]) for name in ("o", "final_state"))
 
 
@@ -161,9 +158,9 @@ def _check_checkpoints(
         begun = call.tensors["initial_state"][[4, 0, 2, 5][n]][None]
         start = sum(lengths[:n]) if packed else 0
         rows = slice(0 if packed else n, 1 if packed else n + 1), slice(start, start + tokens)
-        rows = {x: call.tensors[x][rows].contiguous() for x in ("q", "k", "v", "g", "beta")}
-        prefix = replace(call, tensors={**rows, "initial_state": begun}).having(output_final_state=True)
-        prefix = prefix.having(checkpoint_every=0)
+        rows = {x: call.tensors[x][rows].contiguous() for x in DATA}
+        prefix = replace(call, tensors={**rows, "initial_state": begun})
+        prefix = prefix.having(output_final_state=True, checkpoint_every=0)
         expected = kda.check(prefix)["final_state"][0]
         kda.expect(prefix, "final_state", kept[slot][None], expected[None], f"the state after {tokens} tokens of {n}")
 
@@ -196,8 +193,7 @@ def test_checkpoints_change_nothing_else(kda):
     plain = kda.check(_kept(call, torch.full((4, 2), -1), 64))
     table = torch.tensor([[7, 8, 2**20], [9, 9, 9], [1, 9, 9], [0, 11, 2**20]])
     found = kda.check(replace(_kept(call, table, 64, 12, BF16), strided=frozenset({"checkpoint_indices", "v"})))
-    assert same_bits(found["o"], plain["o"])
-    assert same_bits(found["pool"], plain["pool"])
+    assert all(same_bits(found[n], plain[n]) for n in ("o", "pool"))
     alone = kda.check(_kept(call, table, 64, 12, FP32).having(update_state=False))
     assert same_bits(alone["o"], plain["o"])
     assert same_bits(alone["checkpoints"].bfloat16(), found["checkpoints"])
@@ -208,12 +204,12 @@ def test_checkpoints_change_nothing_else(kda):
 def test_a_checkpoint_is_gone_on_from_with_the_same_bits(kda, every: int):
     """Chunks begin anew behind a checkpoint; both calls have checkpoints, and so the same kernels."""
     dtype = FP64 if kda.name == "reference" else FP32  # in which the state is advanced
-    case = Case(name=f"checkpoint and on {every}", T=200, lengths=(200,), dtype=dtype, gate_dtype=dtype, state=dtype)
-    case = case.having(final_state=False)
+    fields = {"T": 200, "lengths": (200,), "dtype": dtype, "gate_dtype": dtype, "state": dtype, "final_state": False}
+    case = Case(name=f"checkpoint and on {every}", **fields)
     call = kda.near(case, lambda near: near.call().in_pool(indices(0), 3)).call().in_pool(indices(0), 3)
     nowhere = torch.full((1, 1), -1, dtype=torch.int32)
     whole = kda.run(_kept(call, indices([1]), every))
-    rest = {n: call.tensors[n][:, every:].contiguous() for n in ("q", "k", "v", "g", "beta")}
+    rest = {n: call.tensors[n][:, every:].contiguous() for n in DATA}
     bounds = {"cu_seqlens": indices(0, 200 - every), "initial_state": whole["pool"]}
     second = replace(call, tensors=call.tensors | rest | bounds).having(ssm_state_indices=indices(1))
     found = kda.run(_kept(second, nowhere, every))

@@ -11,16 +11,14 @@ from torch import Tensor
 import kda_core
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
-from kda_core.request import CommitRequest
+from kda_core.request import DATA, CommitRequest
 from kda_core.testing.cases import BF16, FP16, FP32, Case
 from kda_core.testing.inputs import Call, guards, indices, placed, same_bits
 from kda_core.testing.marks import requires
 from kda_core.testing.subject import Subject
 
 RECORDED = requires(Feature.RECURRENT, Feature.PAGED_STATE, Feature.NO_STATE_UPDATE, Feature.DRAFT_RECORDS)
-TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)
-"""Today's drafts, which records are compared with."""
-
+TABLES = requires(Feature.SPEC_DECODE, Feature.FINAL_STATE_INDICES)  # Today's drafts, which records are compared with
 SLOTS = 6
 
 
@@ -72,10 +70,9 @@ def expect_commit_and_draft(kda: Subject, call: Call, earlier: Tensor, counts: T
     tensors = {n: placed(t, kda.device) for n, t in given.items()}
     before = {n: guards(t).clone() for n, t in tensors.items()}
     o, _ = call(tensors, kda.name)
-    assert same_bits(o.cpu(), expected["o"])
-    assert same_bits(tensors["records"].cpu(), expected["records"])
-    assert same_bits(tensors["initial_state"].cpu(), pool)
-    kda.expect_untouched(before, tensors, frozenset({"records", "initial_state"}))
+    found = (o, tensors["records"], tensors["initial_state"])
+    assert all(same_bits(x.cpu(), y) for x, y in zip(found, (expected["o"], expected["records"], pool), strict=True))
+    kda.expect_untouched(before, tensors, ("records", "initial_state"))
 
 
 def _states(kda: Subject, call: Call) -> tuple[Tensor, Tensor]:
@@ -215,7 +212,7 @@ def test_commit_and_draft_in_one_call(kda, fields: dict):
     earlier = kda.run(first.recorded())["records"]
     call = first.having(ssm_state_indices=slots).recorded()
     for counts in ((1, 1, 0), (first.tensors["q"].shape[1], 0, 1)):
-        expect_commit_and_draft(kda, call, earlier, torch.tensor(counts, dtype=torch.int32))
+        expect_commit_and_draft(kda, call, earlier, indices(*counts))
 
 
 # Outputs and records of every token of a tree, and the commit of a path, beside drafts of the path.
@@ -235,11 +232,7 @@ def _tree(kda: Subject, parents: tuple[tuple[int, ...], ...], slots: Tensor | No
 
 def _path(parents: tuple[int, ...], token: int) -> list[int]:
     """The tokens from the root to this one."""
-    path: list[int] = []
-    while token >= 0:
-        path.insert(0, token)
-        token = parents[token]
-    return path
+    return [*_path(parents, parents[token]), token] if token >= 0 else []
 
 
 @RECORDED
@@ -249,20 +242,18 @@ def test_a_token_has_the_bits_of_a_draft_of_its_ancestors(kda, fields: dict):
     """And a commit of its path those of a commit of that draft, for every token of the trees."""
     call = _tree(kda, FORKED, **fields)
     found = kda.check(call)
-    rows = ("q", "k", "v", "g", "beta")
     for token in range(len(FORKED[0])):
         paths = [_path(parents, token) for parents in FORKED]
         longest = max(map(len, paths))
         # Behind a shorter path its last token again, which nothing before it depends on.
         filled = torch.tensor([path + path[-1:] * (longest - len(path)) for path in paths])
-        of_path = {n: torch.stack([x[i] for x, i in zip(call.tensors[n], filled, strict=True)]) for n in rows}
+        of_path = {n: torch.stack([x[i] for x, i in zip(call.tensors[n], filled, strict=True)]) for n in DATA}
         plain = call.having(**of_path, parents=None).recorded()
         expected = kda.run(plain)
         counts = torch.tensor([len(path) for path in paths])
         for n, path in enumerate(paths):
-            length = len(path)
-            assert same_bits(found["o"][n, path], expected["o"][n, :length]), (n, path)
-            assert same_bits(found["records"][n, path], expected["records"][n, :length]), (n, path)
+            for name in ("o", "records"):
+                assert same_bits(found[name][n, path], expected[name][n, : len(path)]), (name, n, path)
         pool = commit(kda, call, found["records"], counts, path=filled.int())
         assert same_bits(pool, commit(kda, plain, expected["records"], counts))
 
@@ -296,8 +287,7 @@ def test_tables_of_any_strides(kda):
     call = _tree(kda, FORKED)
     found = kda.run(call)
     strided = kda.run(replace(call, strided=frozenset({"parents"})))
-    assert same_bits(strided["o"], found["o"])
-    assert same_bits(strided["records"], found["records"])
+    assert all(same_bits(strided[n], found[n]) for n in ("o", "records"))
     path, counts = torch.tensor([[0, 1, 4, 6], [0, 3, 5, 0], [0, 1, 2, 3]]), torch.tensor([4, 3, 2])
     expected = commit(kda, call, found["records"], counts, path=path)
     tensors = kda.on_device(call)
@@ -319,16 +309,14 @@ def test_branches_of_sequences_that_start_from_zero_or_are_skipped(kda):
 
 @RECORDED
 @TREES
-@pytest.mark.parametrize("state", [None, BF16], ids=["float32", "bfloat16"])
-def test_a_path_is_committed_by_the_next_call(kda, state):
+@pytest.mark.parametrize("fields", [{}, {"state": BF16}], ids=["float32", "bfloat16"])
+def test_a_path_is_committed_by_the_next_call(kda, fields: dict):
     """It has the bits of the two calls; a fresh sequence and a skipped one are among them, and branches start anew."""
-    fields = {} if state is None else {"state": state}
     first = _tree(kda, FORKED, **fields)
     earlier = kda.run(first)["records"]
-    path = torch.tensor([[0, 1, 4, 6], [0, 3, 5, 0], [0, 1, 2, 3]], dtype=torch.int32)
-    counts = torch.tensor([4, 2, 0], dtype=torch.int32)
+    path = indices([0, 1, 4, 6], [0, 3, 5, 0], [0, 1, 2, 3])
     call = first.having(ssm_state_indices=indices(4, -1, 2)).recorded()
-    expect_commit_and_draft(kda, call, earlier, counts, path=path)
+    expect_commit_and_draft(kda, call, earlier, indices(4, 2, 0), path=path)
 
 
 @RECORDED

@@ -7,6 +7,7 @@ import torch
 
 from kda_core.capabilities import Feature
 from kda_core.testing.cases import BF16, FP16, FP32, PLAIN, Case
+from kda_core.testing.inputs import indices
 from kda_core.testing.marks import each, requires
 
 LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
@@ -47,16 +48,16 @@ def test_state_float16(kda, v_first: bool):
 @requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN, Feature.STATE_V_FIRST)
 def test_state_packed_v_first(kda):
     """One state a sequence, V first."""
-    case = Case(name="packed states", T=100, V=64, lengths=(30, 0, 70), state=FP32, options={"state_v_first": True})
-    kda.check(case)
+    options = {"state_v_first": True}
+    kda.check(Case(name="packed states", T=100, V=64, lengths=(30, 0, 70), state=FP32, options=options))
 
 
 @requires(Feature.CHUNK, Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
 @LAYOUTS
 def test_state_from_prefill_to_decoding(kda, v_first: bool):
     """FAILURES 7: K = 64, V = 128: prefill, then decode from its state, in both layouts."""
-    case = Case(name="prefill and decode", T=80, K=64, V=128, state=FP32, options={"state_v_first": v_first})
-    whole = case.call()
+    options = {"state_v_first": v_first}
+    whole = Case(name="prefill and decode", T=80, K=64, V=128, state=FP32, options=options).call()
     state = kda.check(whole.slice_tokens(0, 76))["final_state"]
     for t in range(76, 80):
         state = kda.check(whole.slice_tokens(t, t + 1).having(initial_state=state).decoding())["final_state"]
@@ -116,20 +117,12 @@ def test_intermediate_state_is_a_final_state(kda, C: int):
 
 
 @requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES, Feature.PAGED_STATE)
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        pytest.param({"B": 3, "T": 72}, {}, id="dense"),
-        pytest.param(
-            {"T": 150, "lengths": (70, 1, 79)}, {"state_v_first": True, "chunk_size": 32}, id="packed, V first"
-        ),
-    ],
-)
-def test_intermediate_states_of_skipped_sequences(kda, layout: dict, options: dict):
+@pytest.mark.parametrize("layout", [{"B": 3, "T": 72}, {"T": 150, "lengths": (70, 1, 79)}], ids=["dense", "packed"])
+def test_intermediate_states_of_skipped_sequences(kda, layout: dict):
     """Skipped sequences have none: zeros."""
-    call = Case(name=f"h skipped {sorted(layout)}", V=64, state=FP32, options=WITH_H | options, **layout).call()
-    results = kda.check(call.in_pool(torch.tensor([-1, 2, -1], dtype=torch.int32), 4))
-    served = results["h"].flatten(0, 1)
-    written = served.flatten(1).any(1)
+    options = WITH_H | ({"state_v_first": True, "chunk_size": 32} if "lengths" in layout else {})
+    call = Case(name=f"h skipped {sorted(layout)}", V=64, state=FP32, options=options, **layout).call()
+    results = kda.check(call.in_pool(indices(-1, 2, -1), 4))
+    written = results["h"].flatten(0, 1).flatten(1).any(1)
     assert written.any()
     assert not written.all()
