@@ -52,6 +52,15 @@ def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexp
 
 
 @gluon.jit
+def end_of_piece(piece, length, each, C: gl.constexpr, LACKS: gl.constexpr):
+    """Where a piece of ``each`` chunks ends, whose last one lacks some rows; LACKS = 0: where the sequence ends."""
+    end = length
+    if LACKS > 0:
+        end = gl.minimum(length, (piece + 1).to(gl.int64) * each * C - LACKS).to(gl.int32)
+    return end
+
+
+@gluon.jit
 def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl.constexpr):
     """Copy a block [BV, KP] from shared memory to ``at``, sixteen rows at a time: these warps have few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [STORERS, 1], [1, 0])
@@ -63,9 +72,9 @@ def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl
 
 @gluon.jit
 def store_chunks(
-    p_o, p_states, p_z, place0, HV, s_ot, length, free, full, empty, o_buffer, z_buffer, s_buffer,
+    p_o, p_states, p_z, place0, HV, s_ot, length, each, free, full, empty, o_buffer, z_buffer, s_buffer,
     V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
-    STORERS: gl.constexpr,
+    STORERS: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
     """Warps that store: the output of chunk i - 1 when chunk i's first products have begun.
 
@@ -86,8 +95,13 @@ def store_chunks(
                 place = (place0 + i) // 2 * HV
                 store_state_block(p_states + place * (V * KP), s_buffer.index(0), BV, KP, STORERS)
         if i > 0:
-            at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
-            mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
+            first, end = rows_of_chunk * (i - 1), length
+            if LACKS > 0:
+                piece = (i - 1) // each
+                first -= piece * LACKS
+                end = end_of_piece(piece, length, each, C, LACKS)
+            at = p_o + first * s_ot + (row[:, None] * s_ot + column[None, :])
+            mask = (row < end - (i - 1) * C)[:, None] & (column >= 0)[None, :]
             gl.store(at, o_buffer.index(out).load(LAYOUT), mask=mask)
             if p_states is not None:
                 before = (place0 + i - 1) // 2 * HV * (2 * C) + (i - 1) % 2 * C
