@@ -17,7 +17,7 @@ installed.need_backend("nvidia")
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import choose_backward, choose_forward
 from kda_core_nvidia.choose.backward import backward_config
-from kda_core_nvidia.choose.chunk import hopper_config
+from kda_core_nvidia.choose.chunk import HopperConfig, hopper_config
 from kda_core_nvidia.choose.forward import recurrence_config
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import plan_forward
@@ -129,6 +129,39 @@ def test_hopper_gives_what_the_plain_kernels_give(name, dtype):
     plain, hopper = results(call, False), results(call, True)
     for n in plain:
         assert torch.equal(plain[n], hopper[n]), n
+
+
+def kept(r: Request, hopper: bool) -> dict[str, torch.Tensor]:
+    """Outputs and pools, copies of the call's, with checkpoints from the kernel for Hopper or from the plain one."""
+    r = replace(r, initial_state=r.initial_state.clone(), checkpoint_pool=r.checkpoint_pool.clone())
+    meta, on, _, _, heads = facts(r)
+    choice = choose_forward(meta, on)
+    assert isinstance(choice.recurrence, HopperConfig)
+    if not hopper:
+        choice = replace(choice, recurrence=recurrence_config(on, r.q.dtype, r.K, r.V, heads))
+    plan = plan_forward(meta, choice)
+    assert plan.kernels[-1] == ("recurrence_hopper" if hopper else "recurrence")
+    return {"o": run_plan(plan, r)["o"], "states": r.initial_state, "checkpoints": r.checkpoint_pool}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("every", [16, 48, 112])
+@pytest.mark.parametrize("name", CALLS)
+def test_checkpoints_within_chunks_are_those_of_the_plain_kernel(name, every, dtype):
+    """Bit for bit, and again; the first sequence begins from zero."""
+    call = arguments(name, dtype)
+    r = request(call | {"output_final_state": False, "inplace_final_state": True})
+    numbers = torch.arange(r.N, device=DEVICE)
+    table = numbers[:, None] * 32 + torch.arange(32, device=DEVICE)
+    pool = call["initial_state"].new_full((32 * r.N, *call["initial_state"].shape[1:]), float("nan"))
+    r = replace(
+        r, ssm_state_indices=numbers, has_initial_state=numbers > 0, checkpoint_indices=table, checkpoint_every=every,
+        checkpoint_pool=pool,
+    )  # fmt: skip
+    plain = kept(r, False)
+    for _ in range(3):
+        for n, x in kept(r, True).items():
+            torch.testing.assert_close(x, plain[n], rtol=0, atol=0, equal_nan=True, msg=n)
 
 
 @pytest.mark.parametrize("name", ["packed", "many programs", "wide keys", "wide keys and values, many programs"])
