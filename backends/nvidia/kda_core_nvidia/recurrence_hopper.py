@@ -26,14 +26,7 @@ from kda_core.triton_lib.packing import first_piece_of, is_padding, starts_from_
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 from kda_core_nvidia.hopper_tiles import add
 from kda_core_nvidia.progress_hopper import prepared
-from kda_core_nvidia.recurrence_stores_hopper import (
-    chunk_buffers,
-    end_of_piece,
-    halves,
-    place_of,
-    store_chunks,
-    unknown,
-)
+from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, piece_end, place_of, store_chunks, unknown
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
@@ -65,7 +58,7 @@ def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.
 
 @gluon.jit
 def _load(
-    pairs, single, P, X, decays, values, progress, heads, value_row, value_column, first_slot, HV, i_h, length, each,
+    pairs, single, P, X, decays, values, progress, heads, value_row, value_column, first_slot, HV, i_h, length, every,
     ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer,
     C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
@@ -81,9 +74,9 @@ def _load(
         stage = i % STAGES
         row, end, slot = value_row, length, first_slot + i
         if LACKS > 0:
-            piece = i // each
+            piece = i // every
             row -= (piece * LACKS).to(gl.int32)
-            end = end_of_piece(piece, length, each, C, LACKS)
+            end = piece_end(piece, length, every, C, LACKS)
             slot = (row + i * C) // C + first_slot + piece
         slot = (slot * HV + i_h).to(gl.int32)
         whole = end >= (i + 1) * C
@@ -108,8 +101,7 @@ def _values(
     i, n, p_v, s_vt, end, lacking, ready, v_buffer, L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Wait for chunk i, if there is one; its values, transposed. Its piece ends at row ``end``; those before it lack
-    ``lacking`` rows."""
+    """Wait for chunk i, if there is one, of a piece that ends there; its values, transposed."""
     stage = i % STAGES
     mbarrier.wait(ready.index(stage), (i // STAGES) & 1, pred=i < n)
     if (i < n) & (end < (i + 1) * C):
@@ -117,9 +109,8 @@ def _values(
         o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
         every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
         m_v = (o_r < end - i * C)[:, None] & every_v
-        v_buffer.index(stage).store(
-            gl.load(p_v + (gl.to_tensor(C).to(gl.int64) * i - lacking) * s_vt, mask=m_v, other=0.0)
-        )
+        first = gl.to_tensor(C).to(gl.int64) * i - lacking
+        v_buffer.index(stage).store(gl.load(p_v + first * s_vt, mask=m_v, other=0.0))
         fence_async_shared()
         block_barrier()
     return v_buffer.index(stage).permute((1, 0))
@@ -203,7 +194,7 @@ def _multiply(
         rows = (out * o_scale).to(dtype)
         z_rows = scaled.to(dtype)
         if not AHEAD:
-            end = end_of_piece(column, length, every, C, LACKS)
+            end = piece_end(column, length, every, C, LACKS)
             v_block = _values(i, n, p_v, s_vt, end, column * LACKS, ready, v_buffer, L_ROWS, BV, C, STAGES)
         if not WIDE:
             S = S * d_buffer.index(stage).load(L_STATE)
@@ -217,7 +208,7 @@ def _multiply(
             # Every warp has done with the previous stage.
             block_barrier()
             mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-            end = end_of_piece(before, length, every, C, LACKS)
+            end = piece_end(before, length, every, C, LACKS)
             m_o = (o_r < end - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
             first = rows_of_chunk * (i - 1) - before * LACKS
             gl.store(p_o + first * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
@@ -358,9 +349,7 @@ def _sequence(
             mbarrier.init(free.index(s), count=1)
         o_buffer, full, empty = v_buffer, free, free
         x_buffer, z_buffer, s_buffer = None, None, None
-        p_states, p_z, place0, heads, all_heads, each = None, None, None, None, None, None
-        if LACKS > 0:
-            each = every
+        p_states, p_z, place0, heads, all_heads = None, None, None, None, None
         if STORERS > 0:
             o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
             full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
@@ -403,10 +392,10 @@ def _sequence(
             L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS, LACKS,
         ), (
             pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot, HV, i_h,
-            length, each, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV,
+            length, every, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV,
             STAGES, LACKS,
         ), (
-            p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, each, free, full, empty, o_buffer, z_buffer,
+            p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, every, free, full, empty, o_buffer, z_buffer,
             s_buffer, V, C, KP, BV, STAGES, OUT, STORERS, LACKS,
         ), STORERS)  # fmt: skip
 

@@ -52,11 +52,11 @@ def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexp
 
 
 @gluon.jit
-def end_of_piece(piece, length, each, C: gl.constexpr, LACKS: gl.constexpr):
-    """Where a piece of ``each`` chunks ends, whose last one lacks some rows; LACKS = 0: where the sequence ends."""
+def piece_end(piece, length, every, C: gl.constexpr, LACKS: gl.constexpr):
+    """Where a piece of ``every`` chunks ends, whose last one lacks some rows; LACKS = 0: where the sequence ends."""
     end = length
     if LACKS > 0:
-        end = gl.minimum(length, (piece + 1).to(gl.int64) * each * C - LACKS).to(gl.int32)
+        end = gl.minimum(length, (piece + 1).to(gl.int64) * every * C - LACKS).to(gl.int32)
     return end
 
 
@@ -72,7 +72,7 @@ def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl
 
 @gluon.jit
 def store_chunks(
-    p_o, p_states, p_z, place0, HV, s_ot, length, each, free, full, empty, o_buffer, z_buffer, s_buffer,
+    p_o, p_states, p_z, place0, HV, s_ot, length, every, free, full, empty, o_buffer, z_buffer, s_buffer,
     V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
     STORERS: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
@@ -97,9 +97,9 @@ def store_chunks(
         if i > 0:
             first, end = rows_of_chunk * (i - 1), length
             if LACKS > 0:
-                piece = (i - 1) // each
+                piece = (i - 1) // every
                 first -= piece * LACKS
-                end = end_of_piece(piece, length, each, C, LACKS)
+                end = piece_end(piece, length, every, C, LACKS)
             at = p_o + first * s_ot + (row[:, None] * s_ot + column[None, :])
             mask = (row < end - (i - 1) * C)[:, None] & (column >= 0)[None, :]
             gl.store(at, o_buffer.index(out).load(LAYOUT), mask=mask)
