@@ -26,7 +26,15 @@ from kda_core.triton_lib.packing import first_piece_of, is_padding, starts_from_
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 from kda_core_nvidia.hopper_tiles import add
 from kda_core_nvidia.progress_hopper import prepared
-from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, piece_end, place_of, store_chunks, unknown
+from kda_core_nvidia.recurrence_stores_hopper import (
+    chunk_buffers,
+    halves,
+    piece_end,
+    place_of,
+    store_chunks,
+    store_output,
+    unknown,
+)
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
@@ -159,9 +167,6 @@ def _multiply(
         o_sk = unknown(gl.to_tensor(0)) + gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
         at = p_state + o_sv[:, None].to(gl.int64) * s_iv + o_sk[None, :].to(gl.int64) * s_ik
         S = gl.load(at, mask=((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None]) & given, other=0.0).to(gl.float32)
-    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
-    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
-    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
     n = (length + C - 1) // C
     out = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
     # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
@@ -208,10 +213,7 @@ def _multiply(
             # Every warp has done with the previous stage.
             block_barrier()
             mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-            end = piece_end(before, length, every, C, LACKS)
-            m_o = (o_r < end - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
-            first = rows_of_chunk * (i - 1) - before * LACKS
-            gl.store(p_o + first * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+            store_output(i - 1, rows, p_o, s_ot, length, before, every, L_ROWS, BV, C, LACKS)
         else:
             mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
             o_buffer.index(i % OUT).permute((1, 0)).store(rows)
@@ -252,9 +254,7 @@ def _multiply(
         both = wgmma_wait(0, deps=(both,))
     rows = (out * o_scale).to(dtype)
     if STORERS == 0:
-        m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
-        first = rows_of_chunk * (n - 1) - column * LACKS
-        gl.store(p_o + first * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+        store_output(n - 1, rows, p_o, s_ot, length, column, every, L_ROWS, BV, C, LACKS)
     elif n > 0:
         mbarrier.wait(empty.index(n % OUT), ((n // OUT) & 1) ^ 1)
         o_buffer.index(n % OUT).permute((1, 0)).store(rows)

@@ -61,6 +61,20 @@ def piece_end(piece, length, every, C: gl.constexpr, LACKS: gl.constexpr):
 
 
 @gluon.jit
+def store_output(
+    i, rows, p_o, s_ot, length, piece, every, L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    LACKS: gl.constexpr,
+):  # fmt: skip
+    """Store the output of chunk i, given transposed, up to the end of its piece. Chunk −1 has none."""
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
+    end = piece_end(piece, length, every, C, LACKS)
+    m_o = (o_r < end - i * C)[:, None] & (i + every_v.to(gl.int32) > 0)
+    first = gl.to_tensor(C).to(gl.int64) * i - piece * LACKS
+    gl.store(p_o + first * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+
+
+@gluon.jit
 def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl.constexpr):
     """Copy a block [BV, KP] from shared memory to ``at``, sixteen rows at a time: these warps have few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [STORERS, 1], [1, 0])
