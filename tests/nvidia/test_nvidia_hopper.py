@@ -17,7 +17,7 @@ installed.need_backend("nvidia")
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import choose_backward, choose_forward
 from kda_core_nvidia.choose.backward import backward_config
-from kda_core_nvidia.choose.chunk import hopper_config
+from kda_core_nvidia.choose.chunk import HopperConfig, hopper_config
 from kda_core_nvidia.choose.forward import recurrence_config
 from kda_core_nvidia.plans.backward import plan_backward
 from kda_core_nvidia.plans.forward import plan_forward
@@ -47,6 +47,8 @@ CALLS = {
     "wide keys, narrow values, packed": (1, 1000, 2, 4, 200, 64, [0, 0, 1, 33, 400, 400, 990], True),
     "wide keys, many programs": (4, 200, 40, 40, 256, 128, None, True),
     "wide keys and values, many programs": (3, 90, 16, 16, 256, 256, None, False),
+    "whole pieces": (1, 480, 2, 4, 128, 128, [0, 96, 144, 336, 384, 480], False),
+    "wide keys, whole pieces": (1, 192, 2, 2, 256, 128, [0, 48, 192], True),
 }
 
 
@@ -129,6 +131,55 @@ def test_hopper_gives_what_the_plain_kernels_give(name, dtype):
     plain, hopper = results(call, False), results(call, True)
     for n in plain:
         assert torch.equal(plain[n], hopper[n]), n
+
+
+def kept(r: Request, hopper: bool) -> dict[str, torch.Tensor]:
+    """Outputs and pools, copies of the call's, with checkpoints from the kernel for Hopper or from the plain one."""
+    r = replace(r, initial_state=r.initial_state.clone(), checkpoint_pool=r.checkpoint_pool.clone())
+    meta, on, _, _, heads = facts(r)
+    choice = choose_forward(meta, on)
+    assert isinstance(choice.recurrence, HopperConfig)
+    if not hopper:
+        choice = replace(choice, recurrence=recurrence_config(on, r.q.dtype, r.K, r.V, heads))
+    plan = plan_forward(meta, choice)
+    assert plan.kernels[-1] == ("recurrence_hopper" if hopper else "recurrence")
+    return {"o": run_plan(plan, r)["o"], "states": r.initial_state, "checkpoints": r.checkpoint_pool}
+
+
+def keeping(name: str, dtype: torch.dtype, every: int) -> Request:
+    """A call with checkpoints in a pool of their own, at first full of NaN. Its first sequence begins from zero."""
+    call = arguments(name, dtype)
+    r = request(call | {"output_final_state": False, "inplace_final_state": True})
+    numbers = torch.arange(r.N, device=DEVICE)
+    table = numbers[:, None] * 32 + torch.arange(32, device=DEVICE)
+    pool = call["initial_state"].new_full((32 * r.N, *call["initial_state"].shape[1:]), float("nan"))
+    return replace(
+        r, ssm_state_indices=numbers, has_initial_state=numbers > 0, checkpoint_indices=table, checkpoint_every=every,
+        checkpoint_pool=pool,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("every", [16, 48, 112])
+@pytest.mark.parametrize("name", CALLS)
+def test_checkpoints_within_chunks_are_those_of_the_plain_kernel(name, every, dtype):
+    """Bit for bit, and again."""
+    r = keeping(name, dtype, every)
+    plain = kept(r, False)
+    for _ in range(3):
+        for n, x in kept(r, True).items():
+            torch.testing.assert_close(x, plain[n], rtol=0, atol=0, equal_nan=True, msg=n)
+
+
+@pytest.mark.parametrize("every", [16, 48])
+@pytest.mark.parametrize("name", ["whole pieces", "wide keys, whole pieces"])
+def test_no_row_is_written_behind_a_last_checkpoint(name, every):
+    """A sequence may end with a piece whose last chunk is short; behind the call's rows of ``out`` lie others."""
+    r = keeping(name, torch.bfloat16, every)
+    rows = torch.full((1, r.T + 32, r.HV, r.V), float("nan"), dtype=r.v.dtype, device=DEVICE)
+    kept(replace(r, out=rows[:, : r.T]), True)
+    assert torch.equal(rows[:, : r.T], kept(r, False)["o"])
+    assert rows[:, r.T :].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["packed", "many programs", "wide keys", "wide keys and values, many programs"])

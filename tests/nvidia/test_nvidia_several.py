@@ -69,15 +69,30 @@ def test_hopper_cuts_prefills_of_few_sequences_and_heads():
     assert rows(pooled(request(1), checkpoint_indices=table, checkpoint_every=64)) == 0
 
 
-@pytest.mark.parametrize(("every", "name"), [(0, "recurrence_hopper"), (96, "recurrence_hopper"), (48, "recurrence")])
-def test_every_call_with_checkpoints_has_the_kernel_that_keeps_them(every: int, name: str):
-    """Many short sequences as well, which ``prepare_hopper`` would finish otherwise."""
-    table = empty(300, 2, dtype=torch.int32)
+def keeping(r: Request, every: int) -> Any:
+    """The last launch of a call with checkpoints."""
+    table = empty(r.N, 2, dtype=torch.int32)
     kept = {"checkpoint_indices": table, "checkpoint_every": every} if every else {}
-    last = plan_of(pooled(request(300, 14400, 40), **kept), CHIPS[90]).launches[-1]
-    assert last.name == name
-    assert last.constants.get("FINISHED", False) == (not every)
+    return plan_of(pooled(r, **kept), CHIPS[90]).launches[-1]
+
+
+@pytest.mark.parametrize(("every", "lacks"), [(0, 0), (96, 0), (48, 16), (528, 16)])
+def test_every_call_with_checkpoints_has_the_kernel_that_keeps_them(every: int, lacks: int):
+    """Many short sequences as well, which ``prepare_hopper`` would finish otherwise."""
+    last = keeping(request(300, 14400, 40), every)
+    assert last.name == "recurrence_hopper"
+    assert last.constants["FINISHED"] == (not every)
+    assert last.constants["LACKS"] == lacks
     assert (last.arguments["checkpoints"] is not None) == bool(every)
+
+
+def test_checkpoints_within_chunks_have_the_same_configuration():
+    """Sequences are no shorter for them; and rows of values that do not lie evenly are no more even."""
+    long = request(8, 8192, 32)
+    chosen = [{n: keeping(long, every).constants[n] for n in ("BV", "STAGES", "OUT", "STORERS")} for every in (64, 48)]
+    assert chosen[0] == chosen[1]
+    uneven = request(B=2, T=64, v=empty(2, 65, 4, 128)[:, :64])
+    assert [keeping(uneven, every).name for every in (64, 48)] == ["recurrence", "recurrence"]
 
 
 def test_steps_of_several_sequences():

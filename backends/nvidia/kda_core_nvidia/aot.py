@@ -219,7 +219,8 @@ def cases(quick: bool = False) -> list[Case]:
     found += short_cases() + kept_cases() + several_cases()
     found += [served(chunk_case(BF16, 256, 256, FEW, "bounded")), served(chunk_case(FP32, 64, 64, FEW, "softplus"))]
     found += [served(chunk_case(dtype, 128, 128, MANY, "softplus"), "checkpoints") for dtype in (BF16, FP32)]
-    found += [served(chunk_case(BF16, 128, 128, MANY, "softplus"), "checkpoints", "pieces")]
+    sizes = (BF16, 128), (BF16, 256), (FP32, 64)
+    found += [served(chunk_case(dtype, K, K, MANY, "softplus"), "checkpoints", "pieces") for dtype, K in sizes]
     return [*found, *_steps()]
 
 

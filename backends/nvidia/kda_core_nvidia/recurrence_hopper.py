@@ -10,6 +10,10 @@ stored. Where 256 key channels leave the multiplying warps no registers for that
 where a backward is to have more: z = X r and the states at the starts of pairs of chunks, of the same sums as
 ``backward_states_hopper`` has.
 
+Where checkpoints lie within chunks (LACKS), the last chunk of every piece between two of them has so many rows fewer.
+Pieces have slots as packed sequences have. The kernel counts rows as if all these chunks were whole, so that chunk i
+begins at row i C, and takes off what the pieces before it lack where it reads and writes rows.
+
 The state is held transposed, Sᵀ [BV, KP], as there. Every block of value channels is whole (V is a multiple of BV) and
 rows of v are 16-byte aligned; other calls take ``recurrence``.
 """
@@ -18,11 +22,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from kda_core.triton_lib.packing import is_padding, starts_from_state
+from kda_core.triton_lib.packing import first_piece_of, is_padding, starts_from_state
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 from kda_core_nvidia.hopper_tiles import add
 from kda_core_nvidia.progress_hopper import prepared
-from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, place_of, store_chunks, unknown
+from kda_core_nvidia.recurrence_stores_hopper import (
+    chunk_buffers,
+    halves,
+    piece_end,
+    place_of,
+    store_chunks,
+    store_output,
+    unknown,
+)
 
 _NUMBERS = [
     "T", "N", "chunks", "HV", "s_vb", "s_ob", "s_index", "pad_slot_id", "slots", "s_has", "s_final", "final_slots",
@@ -54,9 +66,9 @@ def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.
 
 @gluon.jit
 def _load(
-    pairs, single, P, X, decays, values, progress, heads, value_row, value_column, first_slot, HV, i_h, length, ready,
-    free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer,
-    C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    pairs, single, P, X, decays, values, progress, heads, value_row, value_column, first_slot, HV, i_h, length, every,
+    ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer,
+    C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: chunk by chunk into free stages; values only where all rows of a chunk exist."""
     SQUARES: gl.constexpr = C * C if X is None else 2 * C * C
@@ -68,15 +80,21 @@ def _load(
             if i // 2 >= pairs_there:
                 pairs_there = prepared(progress, i // 2, (length + 2 * C - 1) // (2 * C), heads)
         stage = i % STAGES
-        slot = ((first_slot + i) * HV + i_h).to(gl.int32)
-        whole = length >= (i + 1) * C
+        row, end, slot = value_row, length, first_slot + i
+        if LACKS > 0:
+            piece = i // every
+            row -= (piece * LACKS).to(gl.int32)
+            end = piece_end(piece, length, every, C, LACKS)
+            slot = (row + i * C) // C + first_slot + piece
+        slot = (slot * HV + i_h).to(gl.int32)
+        whole = end >= (i + 1) * C
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, (3 * C * KP + SQUARES + C * BV) * 2 + KP * 4, pred=whole)
         mbarrier.expect(bar, (3 * C * KP + SQUARES) * 2 + KP * 4, pred=whole == 0)
         copy_block(pairs, [slot * (3 * C), 0], bar, pair_buffer.index(stage))
         copy_block(decays, [slot, 0], bar, d_buffer.index(stage))
-        copy_block(values, [value_row + i * C, value_column], bar, v_buffer.index(stage), pred=whole)
+        copy_block(values, [row + i * C, value_column], bar, v_buffer.index(stage), pred=whole)
         copy_block(single, [slot * (3 * C) + 2 * C, 0], bar, a_buffer.index(stage))
         copy_block(P, [slot * C, 0], bar, p_buffer.index(stage))
         if X is not None:
@@ -88,18 +106,19 @@ def _load(
 
 @gluon.jit
 def _values(
-    i, n, p_v, s_vt, length, ready, v_buffer, L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    i, n, p_v, s_vt, end, lacking, ready, v_buffer, L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Wait for chunk i, if there is one; its values, transposed."""
+    """Wait for chunk i, if there is one, of a piece that ends there; its values, transposed."""
     stage = i % STAGES
     mbarrier.wait(ready.index(stage), (i // STAGES) & 1, pred=i < n)
-    if (i < n) & (length < (i + 1) * C):
-        # The last rows of a sequence: what follows them is another's, and not to be read.
+    if (i < n) & (end < (i + 1) * C):
+        # The last rows of a sequence or piece: what follows them is another's, and not to be read.
         o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
         every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
-        m_v = (o_r < length - i * C)[:, None] & every_v
-        v_buffer.index(stage).store(gl.load(p_v + (gl.to_tensor(C).to(gl.int64) * i) * s_vt, mask=m_v, other=0.0))
+        m_v = (o_r < end - i * C)[:, None] & every_v
+        first = gl.to_tensor(C).to(gl.int64) * i - lacking
+        v_buffer.index(stage).store(gl.load(p_v + first * s_vt, mask=m_v, other=0.0))
         fence_async_shared()
         block_barrier()
     return v_buffer.index(stage).permute((1, 0))
@@ -123,7 +142,7 @@ def _multiply(
     p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
     pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
     L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
-    STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
+    STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply; answers the final state.
 
@@ -148,9 +167,6 @@ def _multiply(
         o_sk = unknown(gl.to_tensor(0)) + gl.arange(0, KP, layout=gl.SliceLayout(0, L_STATE))
         at = p_state + o_sv[:, None].to(gl.int64) * s_iv + o_sk[None, :].to(gl.int64) * s_ik
         S = gl.load(at, mask=((o_sk < K)[None, :]) & ((o_sv >= 0)[:, None]) & given, other=0.0).to(gl.float32)
-    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
-    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
-    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
     n = (length + C - 1) // C
     out = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
     # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
@@ -163,10 +179,11 @@ def _multiply(
     AHEAD: gl.constexpr = STAGES > 3 and p_table is None
     column = n * 0
     if AHEAD:
-        v_block = _values(0, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
+        v_block = _values(0, n, p_v, s_vt, length, 0, ready, v_buffer, L_ROWS, BV, C, STAGES)
         both = wgmma(v_block, minus_eye, both, use_acc=False, is_async=True)
     for i in range(n):
         stage = i % STAGES
+        before = column
         if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
             if i == (column + 1) * every:
                 _keep(
@@ -182,7 +199,8 @@ def _multiply(
         rows = (out * o_scale).to(dtype)
         z_rows = scaled.to(dtype)
         if not AHEAD:
-            v_block = _values(i, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
+            end = piece_end(column, length, every, C, LACKS)
+            v_block = _values(i, n, p_v, s_vt, end, column * LACKS, ready, v_buffer, L_ROWS, BV, C, STAGES)
         if not WIDE:
             S = S * d_buffer.index(stage).load(L_STATE)
         # [ke S − v | qg S], times LIFT
@@ -195,8 +213,7 @@ def _multiply(
             # Every warp has done with the previous stage.
             block_barrier()
             mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-            m_o = (o_r < length - (i - 1) * C)[:, None] & (i - 1 + every_v.to(gl.int32) > 0)
-            gl.store(p_o + (rows_of_chunk * (i - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+            store_output(i - 1, rows, p_o, s_ot, length, before, every, L_ROWS, BV, C, LACKS)
         else:
             mbarrier.wait(empty.index(i % OUT), ((i // OUT) & 1) ^ 1)
             o_buffer.index(i % OUT).permute((1, 0)).store(rows)
@@ -222,7 +239,7 @@ def _multiply(
             x_block = x_buffer.index(stage).permute((1, 0))
             scaled = wgmma(residual, x_block, scaled, use_acc=False, is_async=True)
         if AHEAD:
-            v_block = _values(i + 1, n, p_v, s_vt, length, ready, v_buffer, L_ROWS, BV, C, STAGES)
+            v_block = _values(i + 1, n, p_v, s_vt, length, 0, ready, v_buffer, L_ROWS, BV, C, STAGES)
             both = wgmma(v_block, minus_eye, both, use_acc=False, is_async=True)
             S, residual = wgmma_wait(MORE + 1, deps=(S, residual))
             out, residual = wgmma_wait(MORE, deps=(out, residual))
@@ -237,8 +254,7 @@ def _multiply(
         both = wgmma_wait(0, deps=(both,))
     rows = (out * o_scale).to(dtype)
     if STORERS == 0:
-        m_o = (o_r < length - (n - 1) * C)[:, None] & ((n - 1) + every_v.to(gl.int32) > 0)
-        gl.store(p_o + (rows_of_chunk * (n - 1)) * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+        store_output(n - 1, rows, p_o, s_ot, length, column, every, L_ROWS, BV, C, LACKS)
     elif n > 0:
         mbarrier.wait(empty.index(n % OUT), ((n // OUT) & 1) ^ 1)
         o_buffer.index(n % OUT).permute((1, 0)).store(rows)
@@ -273,6 +289,7 @@ def _sequence(
     K: gl.constexpr, V: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, UNIT: gl.constexpr,
     V_FIRST: gl.constexpr, LAST_CONTIGUOUS: gl.constexpr, LAST_STATE: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, FINISHED: gl.constexpr, ODD: gl.constexpr,
+    LACKS: gl.constexpr,
 ):  # fmt: skip
     """A block of value channels of a head of a sequence."""
     num_warps: gl.constexpr = gl.num_warps()
@@ -291,6 +308,10 @@ def _sequence(
         length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
         first_slot = bos // C + i_n
         value_row = bos.to(gl.int32)
+    if LACKS > 0:
+        piece = every.to(gl.int64) * C - LACKS
+        _, first_slot = first_piece_of(cu_seqlens, i_n, bos, T, piece)  # this and the chunk's row give its slot
+        length += (length // piece).to(gl.int32) * LACKS
     i_state = i_n
     takes = i_n == i_n
     if indices is not None:
@@ -368,13 +389,14 @@ def _sequence(
             p_state, given, s_iv, s_ik, K, p_table, p_kept, s_column, columns, checkpoint_slots, pad_slot_id, s_cn,
             s_cv, s_ck, every, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer,
             a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
-            L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS,
+            L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS, LACKS,
         ), (
             pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot, HV, i_h,
-            length, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV, STAGES,
+            length, every, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV,
+            STAGES, LACKS,
         ), (
-            p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, free, full, empty, o_buffer, z_buffer,
-            s_buffer, V, C, KP, BV, STAGES, OUT, STORERS,
+            p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, every, free, full, empty, o_buffer, z_buffer,
+            s_buffer, V, C, KP, BV, STAGES, OUT, STORERS, LACKS,
         ), STORERS)  # fmt: skip
 
         writes = i_n >= 0
@@ -429,6 +451,7 @@ def recurrence_hopper(
     BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
     FINISHED: gl.constexpr,  # prepare_hopper has finished sequences of up to 2 C rows, packed
     ODD: gl.constexpr,  # a sequence may have an odd number of chunks
+    LACKS: gl.constexpr,  # rows that ``every`` chunks have more than there are from checkpoint to checkpoint
 ):  # fmt: skip
     BLOCKS: gl.constexpr = V // BV
     call = (
@@ -457,7 +480,7 @@ def recurrence_hopper(
                 i_n = first + gl.sum((numbers <= i // BLOCKS // HV).to(gl.int32), 0)
                 _sequence(
                     i_n.to(gl.int64), (i // BLOCKS % HV).to(gl.int64), i % BLOCKS, *call, K, V, KP, C, LIFT, UNIT,
-                    V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD,
+                    V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT, STORERS, FINISHED, ODD, LACKS,
                 )  # fmt: skip
             # Its next block, counted from the end of these.
             programs = gl.num_programs(0)
@@ -470,5 +493,5 @@ def recurrence_hopper(
         i_n = (gl.program_id(0) // BLOCKS // HV).to(gl.int64)
         _sequence(
             i_n, i_h, i_v, *call, K, V, KP, C, LIFT, UNIT, V_FIRST, LAST_CONTIGUOUS, LAST_STATE, BV, STAGES, OUT,
-            STORERS, FINISHED, ODD,
+            STORERS, FINISHED, ODD, LACKS,
         )  # fmt: skip

@@ -52,6 +52,29 @@ def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexp
 
 
 @gluon.jit
+def piece_end(piece, length, every, C: gl.constexpr, LACKS: gl.constexpr):
+    """Where a piece of ``every`` chunks ends, whose last one lacks some rows; LACKS = 0: where the sequence ends."""
+    end = length
+    if LACKS > 0:
+        end = gl.minimum(length, (piece + 1).to(gl.int64) * every * C - LACKS).to(gl.int32)
+    return end
+
+
+@gluon.jit
+def store_output(
+    i, rows, p_o, s_ot, length, piece, every, L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
+    LACKS: gl.constexpr,
+):  # fmt: skip
+    """Store the output of chunk i, given transposed, up to the end of its piece. Chunk −1 has none."""
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
+    end = piece_end(piece, length, every, C, LACKS)
+    m_o = (o_r < end - i * C)[:, None] & (i + every_v.to(gl.int32) > 0)
+    first = gl.to_tensor(C).to(gl.int64) * i - piece * LACKS
+    gl.store(p_o + first * s_ot, gl.convert_layout(rows.trans(), L_ROWS), mask=m_o)
+
+
+@gluon.jit
 def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl.constexpr):
     """Copy a block [BV, KP] from shared memory to ``at``, sixteen rows at a time: these warps have few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [STORERS, 1], [1, 0])
@@ -63,9 +86,9 @@ def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl
 
 @gluon.jit
 def store_chunks(
-    p_o, p_states, p_z, place0, HV, s_ot, length, free, full, empty, o_buffer, z_buffer, s_buffer,
+    p_o, p_states, p_z, place0, HV, s_ot, length, every, free, full, empty, o_buffer, z_buffer, s_buffer,
     V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
-    STORERS: gl.constexpr,
+    STORERS: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
     """Warps that store: the output of chunk i - 1 when chunk i's first products have begun.
 
@@ -86,8 +109,13 @@ def store_chunks(
                 place = (place0 + i) // 2 * HV
                 store_state_block(p_states + place * (V * KP), s_buffer.index(0), BV, KP, STORERS)
         if i > 0:
-            at = p_o + rows_of_chunk * (i - 1) * s_ot + (row[:, None] * s_ot + column[None, :])
-            mask = (row < length - (i - 1) * C)[:, None] & (column >= 0)[None, :]
+            first, end = rows_of_chunk * (i - 1), length
+            if LACKS > 0:
+                piece = (i - 1) // every
+                first -= piece * LACKS
+                end = piece_end(piece, length, every, C, LACKS)
+            at = p_o + first * s_ot + (row[:, None] * s_ot + column[None, :])
+            mask = (row < end - (i - 1) * C)[:, None] & (column >= 0)[None, :]
             gl.store(at, o_buffer.index(out).load(LAYOUT), mask=mask)
             if p_states is not None:
                 before = (place0 + i - 1) // 2 * HV * (2 * C) + (i - 1) % 2 * C

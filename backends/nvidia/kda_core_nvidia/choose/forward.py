@@ -8,7 +8,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
-from kda_core.triton_lib.layout import CHUNK, padded, piece_rows, slots
+from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.segments import in_pieces
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.backward import keeps_states
@@ -121,19 +121,18 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     fragments = bool(request.cp_context)
     rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments or rows else in_pieces(request)
+    r = as_fragments(request, rows) if fragments or rows else request
+    cut = in_pieces(r)
     transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype = r.K, r.V, r.q.dtype
-    pieces, kept = piece_rows(request) > 0, request.checkpoint_indices is not None
-    h = request.return_intermediate_states or pieces
-    side_by_side = request.N if pieces else at_once(request, r)
-    KP, count, heads = padded(K), slots(r), side_by_side * r.HV
+    h, kept = request.return_intermediate_states, request.checkpoint_indices is not None
+    KP, count, heads = padded(K), slots(cut), at_once(request, r) * r.HV
     v = r.v if has_contiguous_rows(r.v) else r.v.contiguous()
     keeps = r.save_for_backward and keeps_states(request, chip)
     if keeps or ((fragments or rows) and isinstance(transitions, chunk.TransitionsHopperConfig)):
         v = chunk.as_copied(v)
     hopper = not h and chunk.serves(chip, dtype, count, r.HV, KP, V, v)
-    prepare = chunk.choose_prepare(r, chip)
+    prepare = chunk.choose_prepare(cut, chip)
     if isinstance(prepare, chunk.PrepareHopperConfig) and hopper and V == K == 128 and not (fragments or rows or kept):
         prepare = finishing(r, prepare, chip)
         prepare = prepare if keeps else followed(r, prepare, chip)

@@ -192,6 +192,7 @@ def add_recurrence(
     if isinstance(config, chunk.HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
         named |= {"X": None, "z": None, "states": None, "ODD": False, "progress": progress}
+        named["LACKS"] = -r.checkpoint_every % CHUNK
         if kept:
             odd = r.cu_seqlens is not None or -(-r.T // CHUNK) % 2 == 1
             named |= {"X": matrix_tile(prepared.X, CHUNK, CHUNK, swizzled=True), "ODD": odd, **kept}
