@@ -82,7 +82,9 @@ def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     The values of tensors are not read: a call that is supported still raises for a wrong slot or boundary.
 
     Args:
-        op, *args, **kwargs: as of ``explain``.
+        op: the function's name, as of ``explain``.
+        *args: its arguments.
+        **kwargs: its arguments by name.
 
     Returns:
         ``(True, "")``, or False and the text of the error that the call would raise: wrong arguments (ValueError,
