@@ -433,7 +433,7 @@ def test_steps_of_many_states():
 
 
 def test_drafts_with_records():
-    """sm_90 has a kernel for chains of up to eight tokens with aligned rows."""
+    """sm_90 has a kernel for drafts of up to eight tokens with aligned rows; for trees from bfloat16 states."""
 
     def draft(N: int = 3, T: int = 4, **options: Any) -> Request:
         records = torch.empty(N, T, 32, 384, device="meta")
@@ -446,11 +446,15 @@ def test_drafts_with_records():
     committed = {"num_committed": torch.empty(3, dtype=torch.int32, device="meta")}
     many = committed | {"commit": torch.empty(3, 9, 32, 384, device="meta")}
     few = committed | {"commit": many["commit"][:, :8]}
-    for r in (draft(), draft(T=1), draft(T=8), draft(state_v_first=True), draft(**few)):
+    path = torch.empty(3, 9, dtype=torch.int32, device="meta")
+    wide = torch.empty(3, 32, 128, 128, dtype=FP32, device="meta")
+    tree = {"parents": parents, "initial_state": wide.to(BF16)}
+    drafts = [draft(), draft(T=1), draft(T=8), draft(state_v_first=True), draft(**few), draft(initial_state=wide)]
+    for r in (*drafts, draft(**tree), draft(**tree, **few, commit_path=path[:, :8])):
         assert recurrent_on(90, r).draft
         assert recurrent_on(90, r).short is None
-    others = draft(T=9), draft(parents=parents), draft(initial_state=half), draft(**many)
-    for r in others:
+    others = [draft(T=9), draft(initial_state=half), draft(**many), draft(parents=parents, initial_state=wide)]
+    for r in (*others, draft(**tree, **few, commit_path=path)):
         assert not recurrent_on(90, r).draft
         assert recurrent_on(90, r).short is not None
     assert not recurrent_on(100, draft()).draft
