@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows, named_state_strides
+from kda_core.triton_lib.arguments import decays_bounded, gate_kind, has_contiguous_rows, named_state_strides
 from kda_core.triton_lib.layout import CHUNK, padded, piece_rows
 from kda_core.triton_lib.plan import Builder, Copy, View, changed
 
@@ -44,9 +44,10 @@ def names(r: Request) -> dict[str, Any]:
         "s_has": 0 if r.has_initial_state is None else r.has_initial_state.stride(0), "scale": float(r.scale),
         "lower_bound": float(r.lower_bound or 0.0), "T": r.T, "N": r.N, "H": r.H, "HV": r.HV, "group": group,
         "GROUP": group, "chunks": chunks, "NT": chunks, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V),
-        "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": r.allow_neg_eigval, "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
+        "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "BOUNDED": decays_bounded(r),
+        "L2NORM": r.use_qk_l2norm_in_kernel, "SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval,
+        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
     }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import decays_bounded
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder
@@ -30,8 +29,8 @@ class Frame:
         self.b, self.r, self.chip = b, readable(b, r), chip
         terms, dot, small_dot = dot_widths(r.q.dtype, chip)
         self.names = names(self.r) | {
-            "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel, r.scale), "BOUNDED": decays_bounded(r), "TERMS": terms,
-            "DOT": dot, "SMALL_DOT": small_dot, "FEW_REGISTERS": chip.wave == 32,
+            "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel, r.scale), "TERMS": terms, "DOT": dot,
+            "SMALL_DOT": small_dot, "FEW_REGISTERS": chip.wave == 32,
         }  # fmt: skip
 
     def config(self, kernel: str, dtype: torch.dtype | None = None) -> Config:

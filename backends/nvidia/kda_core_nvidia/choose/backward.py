@@ -230,7 +230,7 @@ class BackwardChoice:
 
     Attributes:
         halves: choices for each half of the heads, where they run one after the other; else ().
-        segment_rows, bounded, precision, transitions: as in ``ForwardChoice``.
+        segment_rows, precision, transitions: as in ``ForwardChoice``.
         prepare: of the second ``prepare``.
         turns: the sequences of each turn.
         states, reverse: the recurrences.
@@ -243,7 +243,6 @@ class BackwardChoice:
 
     halves: tuple[BackwardChoice, ...]
     segment_rows: int
-    bounded: bool
     precision: chunk.Precision
     prepare: chunk.PrepareConfig | chunk.PrepareHopperConfig
     turns: Turns
@@ -312,7 +311,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     if not (half or fragments or paired) and halved(request, chip):
         halves = tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
     return BackwardChoice(
-        halves, segment_rows=rows, bounded=decays_bounded(r), precision=chunk.precision(dtype, chip),
+        halves, segment_rows=rows, precision=chunk.precision(dtype, chip),
         prepare=chunk.choose_prepare(r, chip, again=bool(r.saved)), turns=turns, states=states, reverse=reverse,
         kept=kept, gradients=gradients, operand=chip.arch == 90 and config.recurrences.block_v >= 64,
         descriptors=descriptors, tokens=tokens, transitions=transitions,

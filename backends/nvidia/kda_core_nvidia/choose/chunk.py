@@ -124,18 +124,8 @@ class TransitionsHopperConfig:
     join_stages: int = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How float32 numbers enter the products of the forward.
-
-    Attributes:
-        terms: 16-bit terms of a decay.
-        dot, small_dot: precision of large products and of 16×16 products.
-    """
-
-    terms: int
-    dot: str
-    small_dot: str
+Precision = tuple[int, str, str]
+"""How float32 numbers enter the forward's products: 16-bit terms of a decay, precision of large and 16×16 products."""
 
 
 def precision(dtype: torch.dtype, chip: Chip) -> Precision:
@@ -143,9 +133,9 @@ def precision(dtype: torch.dtype, chip: Chip) -> Precision:
     if dtype == torch.float32:
         # Three bfloat16 parts hold all of a float32; of two tf32 parts the lower is cut, which single products show.
         # Six bfloat16 products take what three of tf32 do. (The interpreter multiplies float32 whatever it is told.)
-        return Precision(1, "ieee", "ieee") if chip.interpreted else Precision(3, "bf16x6", "bf16x6")
+        return (1, "ieee", "ieee") if chip.interpreted else (3, "bf16x6", "bf16x6")
     # tf32 operands are cut to 11 bits, not rounded: a bias that bfloat16 results hide and float16 ones do not.
-    return Precision(2, "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3")
+    return (2, "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3")
 
 
 def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:

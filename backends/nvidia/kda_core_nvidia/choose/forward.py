@@ -48,7 +48,6 @@ class ForwardChoice:
     Attributes:
         segment_rows: rows of each segment; 0: sequences, or fragments of a call in halves, are not cut.
         saved_slots: slots of what is saved for a backward that recomputes.
-        bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
         transitions: of the kernels that join segments.
         keeps_states: the recurrence stores z and states for a backward.
@@ -61,7 +60,6 @@ class ForwardChoice:
     precision: chunk.Precision
     segment_rows: int
     saved_slots: int
-    bounded: bool
     descriptors: bool
     transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
     keeps_states: bool
@@ -142,7 +140,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         recurrence = recurrence_config(chip, dtype, K, V, heads, h or kept)
     return ForwardChoice(
         prepare, recurrence, chunk.precision(dtype, chip), segment_rows=rows,
-        saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request), bounded=decays_bounded(r),
+        saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request),
         # Rows of a descriptor are counted in 32 bits.
         descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31, transitions=transitions,
         # Calls that are cut have another kernel ahead, which writes the initial states.

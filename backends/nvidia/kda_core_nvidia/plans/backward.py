@@ -288,9 +288,8 @@ class _Backward:
 
     def prepare(self, dv: View, new: Callable[..., View] | None = None) -> Prepared:
         """Results of ``prepare``, from what the forward saved if it did; ``dv`` and ``new`` as for ``add_prepare``."""
-        how = self.choice.prepare, self.choice.precision, self.choice.bounded
         kept = kept_of(self.r) if self.r.saved else None
-        return add_prepare(self.b, self.r, *how, dv, backward=True, kept=kept, new=new)
+        return add_prepare(self.b, self.r, self.choice, dv, backward=True, kept=kept, new=new)
 
     def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
         """The states that the recurrences start from, joined over segments where the call is cut."""
@@ -431,10 +430,10 @@ class _Backward:
         named |= {n: out[n] and out[n].cut(0, slots_of) for n in ("dA_partial", "dbias_partial")}
         named |= {"initial_state": exact[0], "grad_final_state": exact[1]}
         if self.paired:
-            launch_gradients_persistent(self.b, r, config, choice.bounded, choice.overlap, named)
+            launch_gradients_persistent(self.b, r, config, choice.overlap, named)
             return
         if self.hopper:
-            launch_gradients_hopper(self.b, part, config, choice.bounded, named | {"N": part.N}, self.B * self.T)
+            launch_gradients_hopper(self.b, part, config, named | {"N": part.N}, self.B * self.T)
             return
         named |= {
             "BK": config.block_k, "BV": config.block_v, "STAGES": config.stages, "LEVELS": CHUNK.bit_length() - 1,

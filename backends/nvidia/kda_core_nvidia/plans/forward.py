@@ -18,7 +18,7 @@ from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
 from kda_core.triton_lib.segments import cut_into_pieces, in_one, segments_of, written_evenly
-from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
+from kda_core_nvidia.choose import BackwardChoice, Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
 from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
@@ -125,9 +125,8 @@ def _prepare_buffers(
 
 
 def add_prepare(
-    b: Builder, r: Request, config: chunk.PrepareConfig | chunk.PrepareHopperConfig, precision: chunk.Precision,
-    bounded: bool, o: View, backward: bool = False, keep: int = 0, kept: Kept | None = None,
-    new: Callable[..., View] | None = None, states: dict[str, Any] | None = None,
+    b: Builder, r: Request, choice: ForwardChoice | BackwardChoice, o: View, backward: bool = False, keep: int = 0,
+    kept: Kept | None = None, new: Callable[..., View] | None = None, states: dict[str, Any] | None = None,
     progress: View | None = None,
 ) -> Prepared:  # fmt: skip
     """Add a launch of ``prepare``, or of ``prepare_hopper``.
@@ -141,9 +140,10 @@ def add_prepare(
         states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences.
         progress: where a recurrence follows (``progress_hopper``).
     """
+    config = choice.prepare
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": chunk.split_scale(r.scale, r.q.dtype)[0]}
-    named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
+    named = names(r) | written._asdict() | own
     if isinstance(config, chunk.PrepareHopperConfig):
         launch_prepare_hopper(b, r, config, named, states, progress)
         return prepared
@@ -151,8 +151,8 @@ def add_prepare(
     named |= strides | {
         "UNIT": unit, "BK": config.block_k, "BW": config.wide, "STAGES": config.stages,
         "WIDE_STAGES": config.wide_stages, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
-        "TERMS": precision.terms, "DOT": precision.dot, "SMALL_DOT": precision.small_dot,
     }  # fmt: skip
+    named |= zip(("TERMS", "DOT", "SMALL_DOT"), choice.precision, strict=True)
     b.pick(prepare, slots(r) * r.HV, config.num_warps, named)
     return prepared
 
@@ -203,7 +203,7 @@ def add_recurrence(
         options = {"maxnreg": config.registers, "launch_pdl": choice.overlap}
         b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, **options)
         return
-    named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision.dot}
+    named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision[1]}
     named["DESCRIPTORS"] = choice.descriptors
     if choice.descriptors:
         named |= {"keys": matrix_tile(keys, CHUNK, padded(r.K)), "P": matrix_tile(P, CHUNK, CHUNK)}
@@ -250,7 +250,6 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     elif choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
-        how = choice.prepare, choice.precision, choice.bounded
         new = b.result if everything else b.scratch
         states = _states(r, o, final_state) if choice.finishes else None
         progress = None
@@ -260,7 +259,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         if choice.follows:
             progress = b.scratch("progress", (FLAGS.value + slots(r, 2 * CHUNK) * r.HV,), torch.int32, True)
         own = o if cut is r else in_one(o)
-        prepared = add_prepare(b, cut, *how, own, everything, keep, new=new, states=states, progress=progress)
+        prepared = add_prepare(b, cut, choice, own, everything, keep, new=new, states=states, progress=progress)
         if not (choice.finishes and r.cu_seqlens is None):
             add_recurrence(b, r, choice, prepared, o, final_state, h, kept=kept, progress=progress)
     results: dict[str, View | None] = {"o": finish_output(b, r, o), "final_state": final_state, "h": h}
@@ -282,7 +281,7 @@ def _add_segments(
     cut = cut_into_segments(b, r, choice.segment_rows)
     if cut.cu_seqlens is None:
         o = chunk.in_parts(o, cut.N)
-    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
+    prepared = add_prepare(b, cut, choice, o, keep=keep)
     hopper = isinstance(choice.transitions, chunk.TransitionsHopperConfig)
     if hopper:
         cut = changed(cut, v=aligned(b, cut.v))
@@ -302,7 +301,7 @@ def _add_several(
     own = starts.cut(0, slice(0, shape[0])) if starts else b.scratch("states at starts", shape, torch.float32)
     cut, sequences = cut_several(b, r, rows, final_state, own)
     o = in_one(o)
-    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
+    prepared = add_prepare(b, cut, choice, o, keep=keep)
     cut = changed(cut, v=aligned(b, cut.v))
     add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, cut.initial_state, sequences)
     add_recurrence(b, cut, choice, prepared, o, final_state, None, whole=r)

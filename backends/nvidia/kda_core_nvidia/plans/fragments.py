@@ -91,13 +91,12 @@ def _add_begin(b: Builder, request: Request, choice: ForwardChoice) -> tuple[Vie
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     everything = r.save_for_backward and r.disable_recompute
     keep = choice.saved_slots if r.save_for_backward and not everything else 0
-    how = choice.prepare, choice.precision, choice.bounded
     own = Prepared._fields if everything else ("P", "X", "norms") if r.save_for_backward else ()
 
     def new(name: str, *layout: Any) -> View:
         return b.result(name, *layout) if name in own else b.within(KEPT, *layout)
 
-    prepared = add_prepare(b, cut, *how, like_segments(o, cut), everything, keep, new=new)
+    prepared = add_prepare(b, cut, choice, like_segments(o, cut), everything, keep, new=new)
     named = add_transitions(b, cut, choice, _rows(b, cut.v, choice), prepared.keys, prepared.D)
     hopper = isinstance(choice.transitions, TransitionsHopperConfig)
     segments = (named["matrices"], named["additions"]) if hopper else (named["transitions"],)
