@@ -59,9 +59,8 @@ from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import (
     KEPT,
     ROWS,
-    add_ends,
+    Segments,
     add_first_segments,
-    add_starts,
     cut_into_segments,
     cut_several,
 )
@@ -223,7 +222,7 @@ class _Backward:
         else:
             r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
         r = changed(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in ROWS})
-        if self._cut_on_hopper:
+        if cut and isinstance(choice.transitions, TransitionsHopperConfig):
             r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o")})
         r = changed(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
         self.r, self.dtype = r, r.q.dtype
@@ -245,12 +244,6 @@ class _Backward:
         views = [getattr(r, n) for n in ROWS]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
         self.T_row = self.T if self.collapsed else 0
-
-    @property
-    def _cut_on_hopper(self) -> bool:
-        """Whether the call is cut into segments that the kernels for Hopper join."""
-        cut = self.call.cp_context or self.choice.segment_rows
-        return bool(cut) and isinstance(self.choice.transitions, TransitionsHopperConfig)
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
         """A result of the call [B, T, ..], or scratch where it is a part of one."""
@@ -302,20 +295,14 @@ class _Backward:
             return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
         call = changed(self.call, initial_state=initial, grad_final_state=grad_final)
-        first, transitions = self._starts(prepared, call)
-        last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call, self.sequences)
-        b.free(transitions)
+        segments = Segments(b, r, self.choice, prepared, call, self.sequences)
+        # A forward for Hopper has saved the states.
+        kept = kept_of(r).starts if r.saved and segments.hopper else None
+        first = segments.add_starts() if kept is None else kept.cut(0, slice(0, r.N))
+        last = segments.add_ends()
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
         # Some of several sequences may be of one chunk.
         return _States(first, last, own, (first, last) if self.sequences is not None else (None, None))
-
-    def _starts(self, prepared: Prepared, call: Request) -> tuple[View, View | None]:
-        """The results of ``add_starts`` for the call with its states; a forward for Hopper has saved the states."""
-        b, r, choice = self.b, self.r, self.choice
-        kept = kept_of(r).starts if r.saved and self._cut_on_hopper else None
-        if kept is not None:
-            return kept.cut(0, slice(0, r.N)), None
-        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call, sequences=self.sequences)
 
     def finish(
         self, prepared: Prepared, dv: View, states: _States, given: tuple[View, ...] = (), kept: tuple[View, ...] = ()

@@ -22,7 +22,7 @@ from kda_core_nvidia.choose import BackwardChoice, Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
 from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
-from kda_core_nvidia.plans.segments import add_starts, cut_into_segments, cut_several
+from kda_core_nvidia.plans.segments import Segments, cut_into_segments, cut_several
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.progress_hopper import FLAGS
 from kda_core_nvidia.recurrence import recurrence
@@ -287,7 +287,7 @@ def _add_segments(
         cut = changed(cut, v=aligned(b, cut.v))
     own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
     call = changed(r, initial_state=b.dense(r.initial_state))
-    first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, call, own)
+    first = Segments(b, cut, choice, prepared, call).add_starts(own)
     add_recurrence(b, changed(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
     return prepared
 
@@ -303,6 +303,6 @@ def _add_several(
     o = in_one(o)
     prepared = add_prepare(b, cut, choice, o, keep=keep)
     cut = changed(cut, v=aligned(b, cut.v))
-    add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, cut.initial_state, sequences)
+    Segments(b, cut, choice, prepared, r, sequences).add_starts(cut.initial_state)
     add_recurrence(b, cut, choice, prepared, o, final_state, None, whole=r)
     return prepared
