@@ -132,6 +132,17 @@ def _norm(r: GatedNormRequest, lanes: int, warps: int) -> Plan:
     return b.plan(input_layouts(r), grads)
 
 
+def convolved(r: DecodeStepRequest, y: View) -> list[View]:
+    """q, k and v as parts of ``y`` [N, T, D]."""
+    N, T, HV, K = r.g.shape
+    found, offset = [], 0
+    for heads, size in ((r.H, K), (r.H, K), (HV, r.V)):
+        aligned = offset * y.itemsize % 16 == 0
+        found.append(View(y.source, (N, T, heads, size), (*y.strides[:2], size, 1), y.dtype, offset, aligned))
+        offset += heads * size
+    return found
+
+
 def plan_decode_step(
     r: DecodeStepRequest, add_recurrence: Callable[[Builder, Request], object], lanes: int, **options: Any
 ) -> Plan:
@@ -144,7 +155,7 @@ def plan_decode_step(
     """
     b = Builder()
     N, T, D = r.x.shape
-    HV, K, H, V, dtype = r.g.shape[2], r.g.shape[3], r.H, r.V, r.x.dtype
+    HV, V, dtype = r.g.shape[2], r.V, r.x.dtype
     indices = r.indices
     every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
     x, o, accepted = b.rows(r.x), r.out, b.dense(r.accepted)
@@ -165,11 +176,8 @@ def plan_decode_step(
     if o is None or not has_contiguous_rows(o):
         o = (b.result if o is None else b.scratch)("o", (N, T, HV, V), dtype)
     rows = o if r.norm_gate is None else b.scratch("rows", (N, T, HV, V), dtype)
-    q, k, v = (
-        View(y.source, (N, T, heads, size), (T * D, D, size, 1), dtype, offset, offset * dtype.itemsize % 16 == 0)
-        for heads, size, offset in ((H, K, 0), (H, K, H * K), (HV, V, 2 * H * K))
-    )
-    add_recurrence(b, r.recurrence(q, k, v, r.state if indices is not None else r.state.cut(0, slice(0, N)), rows))
+    state = r.state if indices is not None else r.state.cut(0, slice(0, N))
+    add_recurrence(b, r.recurrence(*convolved(r, y), state, rows))
     if r.norm_gate is not None:
         gate, VP, R = b.rows(r.norm_gate), padded(V), N * T * HV
         of_program = max(1, lanes * STEP_WARPS * STEP_ELEMENTS // VP)

@@ -118,7 +118,8 @@ class Segments:
         if call is None:
             return named
         return named | {
-            "cu_seqlens": sequences and r.cu_seqlens, "chunks": self.rows // CHUNK, "spare": int(r.cu_seqlens is not None),
+            "cu_seqlens": sequences and r.cu_seqlens, "chunks": self.rows // CHUNK,
+            "spare": 0 if r.cu_seqlens is None else 1,
             "forgotten": self.b.scratch("forgotten", (count, r.HV, r.K // config.rows), torch.int32),
         }  # fmt: skip
 
