@@ -12,7 +12,7 @@ from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import View, changed, contiguous_strides
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.fragments import as_fragments, at_once, fragment_rows, fragment_transitions
+from kda_core_nvidia.choose.fragments import at_once, cut_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +269,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
         # Zeros stand for it.
         request = changed(request, grad_o=_dense_like(request.v, "do"))
     fragments = bool(request.cp_context)
-    rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments or rows else request
-    transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
+    rows, r, transitions = cut_for(request, chip)
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
     do = _as_read(r.grad_o)

@@ -459,14 +459,11 @@ def as_segments(request: Request, rows: int) -> Request:
     return changed(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
 
 
-def transitions_of(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:
-    """The kernels that join the segments of a call, by their configuration."""
-    return TransitionsHopperConfig() if cut_on_hopper(r, chip) else transitions_config(chip, padded(r.K), padded(r.V))
-
-
-def transitions_config(chip: Chip, kp: int, vp: int) -> BlockConfig:
-    """Configuration of both transition kernels: rows of a program, warps, stages."""
-    block = min(kp, vp, 64)
+def transitions_of(r: Request, chip: Chip, hopper: bool) -> BlockConfig | TransitionsHopperConfig:
+    """Configuration of the kernels that join segments, those for ``hopper`` or others: rows of a program, warps, stages."""
+    if hopper:
+        return TransitionsHopperConfig()
+    kp, block = padded(r.K), min(padded(r.K), padded(r.V), 64)
     if chip.major == 9:
         return BlockConfig(block, 8 if kp > 128 else max(4, block // 16), 2 if kp > 128 else 3)
     if chip.major == 10:

@@ -13,7 +13,7 @@ from kda_core.triton_lib.segments import in_pieces
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.fragments import as_fragments, at_once, fragment_rows, fragment_slots, fragment_transitions
+from kda_core_nvidia.choose.fragments import at_once, cut_for, fragment_slots
 
 
 def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> chunk.BlockConfig:
@@ -118,10 +118,8 @@ def followed(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chun
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     fragments = bool(request.cp_context)
-    rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments or rows else request
+    rows, r, transitions = cut_for(request, chip)
     cut = in_pieces(r)
-    transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype = r.K, r.V, r.q.dtype
     h, kept = request.return_intermediate_states, request.checkpoint_indices is not None
     KP, count, heads = padded(K), slots(cut), at_once(request, r) * r.HV

@@ -15,8 +15,7 @@ whose size T and N bound. Sums over value heads and over slots are ordered, so t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,12 +81,8 @@ def plan_backward(call: Request, choice: BackwardChoice) -> Plan:
         call has them, each in the shape and dtype of its input, contiguous.
     """
     b = Builder()
-    grads = _by_halves(b, call, choice) if choice.halves else _whole(b, call, choice)
+    grads = _by_halves(b, call, choice) if choice.halves else _Backward(b, call, choice, _sums(b.result, call)).add()
     return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
-
-
-def _whole(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
-    return _Backward(b, call, choice, _sums(b, call)).add()
 
 
 def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
@@ -130,7 +125,7 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     saved, (*kept, ends) = call.saved[:count], call.saved[count:]
     first = changed(call, saved=saved)
     dv, *segments = received(_add_begin(Builder(), first, choice)[2], kept).values()
-    w = _Backward(b, first, choice, _sums(b, call))
+    w = _Backward(b, first, choice, _sums(b.result, call))
     r, (prepared, starts), given = w.r, _prepared_before(w.r), ()
     if not call.disable_recompute:
         keys, D, X, *segments = segments
@@ -153,10 +148,10 @@ def _prepared_before(r: Request) -> tuple[Prepared, View]:
     return Prepared(None, kept.P, None, None, kept.norms), kept.starts
 
 
-def _sums(b: Builder, call: Request) -> dict[str, View]:
-    """Results for the gradients of the gate's parameters."""
+def _sums(make: Callable[..., View], call: Request, suffix: str = "") -> dict[str, View]:
+    """Tensors for the gradients of the gate's parameters."""
     given = {n: x for n in ("A_log", "dt_bias") if (x := getattr(call, n)) is not None and gate_kind(call) != "none"}
-    return {n: b.result(f"d{n}", x.shape, x.dtype) for n, x in given.items()}
+    return {n: make(f"d{n}{suffix}", x.shape, x.dtype) for n, x in given.items()}
 
 
 def _by_halves(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
@@ -167,24 +162,22 @@ def _by_halves(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
         own, own_v = (slice(i * n // 2, (i + 1) * n // 2) for n in (call.H, call.HV))
         into = {n: x.cut(2, own_v if n == "g" else own) for n, x in whole.items()}
         part = heads_of(call, i)
-        sums = {n: x for n in ("A_log", "dt_bias") if (x := getattr(part, n)) is not None and gate_kind(call) != "none"}
-        into |= {n: b.scratch(f"d{n} of half the heads", x.shape, x.dtype) for n, x in sums.items()}
+        into |= _sums(b.scratch, part, " of half the heads")
         part = changed(part, saved=tuple(b.dense(x) for x in part.saved))
         parts.append({n: x for n, x in _Backward(b, part, half, into).add().items() if n not in whole})
     axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
     for n, axis in axes.items():
         first, second = (part.get(n) for part in parts)
         if first is not None and second is not None:
-            size = first.shape[axis]
-            shape = (*first.shape[:axis], 2 * size, *first.shape[axis + 1 :])
+            size, shape = first.shape[axis], list(first.shape)
+            shape[axis] *= 2
             whole[n] = b.result(f"d{n}", shape, first.dtype)
             b.step(Copy(whole[n].cut(axis, slice(0, size)), first))
             b.step(Copy(whole[n].cut(axis, slice(size, 2 * size)), second))
     return dict(whole)
 
 
-@dataclass
-class _States:
+class _States(NamedTuple):
     """The call's state and the gradient of its final state as the recurrences read them.
 
     Attributes:
@@ -230,7 +223,6 @@ class _Backward:
         self.HV, self.V = r.v.shape[2:]
         self.kp, self.vp = padded(self.K), padded(self.V)
         self.NT, self.slots = -(-self.T // CHUNK), slots(r)
-        self.o_scale = split_scale(r.scale, self.dtype)[1]
         # Whether ``gradients`` takes pairs of slots, of which each has one state then; those are never in turns.
         self.paired = isinstance(choice.gradients, GradientsPersistentConfig)
         self.of_state = 2 if self.paired else 1
@@ -240,10 +232,11 @@ class _Backward:
         self.blocks = self.kp // (CHANNELS if self.hopper else choice.gradients.block_k)
         # The kernels for Hopper do the gradients of norms where they know sums over a row's channels.
         self.whole_rows = self.paired or (self.hopper and self.blocks == 1)
+        # Whether ``gradients`` leaves nothing for ``finish``.
+        self.finished = self.whole_rows and self.H == self.HV
         # Batch and token strides of one long token axis.
         views = [getattr(r, n) for n in ROWS]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
-        self.T_row = self.T if self.collapsed else 0
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
         """A result of the call [B, T, ..], or scratch where it is a part of one."""
@@ -328,22 +321,22 @@ class _Backward:
             out = out or self._outputs()
             self._add_gradients(turn, prepared, states, dv, own, out)
         b.free(*own.values(), prepared.D, prepared.norms)
-        return self._finish(r, dv, out)
+        return self._finish(dv, out)
 
     def _slots_of(self, turn: slice | None) -> slice | None:
         return turn and slice(turn.start * self.NT, turn.stop * self.NT)
 
-    def _heads(self, turn: slice | None) -> int:
-        """Sequences of a turn times value heads."""
-        return (self.r.N if turn is None else turn.stop - turn.start) * self.HV
-
     def _names(self) -> dict[str, Any]:
         """Arguments that the launches share."""
         exact, r = self.dtype == torch.float32, self.r
-        own = {"T_row": self.T_row, "o_scale": self.o_scale, "rows": self.B * self.T, "HO": self._wider()}
-        own |= {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "ieee" if exact else "tf32"}
-        odd = self.paired and (r.cu_seqlens is not None or self.NT % 2 == 1)
-        return names(r) | own | {"EVERY_SECOND": self.paired, "ODD": odd}
+        return names(r) | {
+            "T_row": self.T if self.collapsed else 0, "o_scale": split_scale(r.scale, self.dtype)[1],
+            "rows": self.B * self.T, "LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel),
+            "PRECISION": "ieee" if exact else "tf32", "EVERY_SECOND": self.paired,
+            "ODD": self.paired and (r.cu_seqlens is not None or self.NT % 2 == 1),
+            # Value heads of the tensor that the gradient of g is a part of.
+            "HO": self.into["g"].stride(1) // self.K if self.part else self.HV,
+        }  # fmt: skip
 
     def _add_recurrences(
         self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View]
@@ -353,7 +346,7 @@ class _Backward:
         keys, X, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.P, prepared.D))
         v, do = r.v.cut(0, turn), r.grad_o.cut(0, turn)
         first, last = choice.states, choice.reverse
-        programs = self.vp // first.block_v * self._heads(turn)
+        programs = self.vp // first.block_v * self.HV * (r.N if turn is None else turn.stop - turn.start)
         named = self._names() | own | {"v": v, "do": do, "dv": dv.cut(0, turn), "programs": programs}
         for name in ("initial", "grad_final", "grad_initial"):
             x = getattr(states, name)
@@ -387,7 +380,7 @@ class _Backward:
         else:
             dq, dk = (self.new(n, shape, self.dtype) for n in ("dq", "dk"))
         found = {"dq": dq, "dk": dk, "dg": dg}
-        if self._finished:
+        if self.finished:
             found["dbeta"] = self.new("dbeta", shape[:3], r.beta.dtype)
         else:
             found["dbeta"] = b.scratch("dbeta by channel block", (blocks, *shape[:3]), torch.float32)
@@ -438,18 +431,9 @@ class _Backward:
         blocks = (self.slots if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
         self.b.pick(gradients_kernel, blocks, config.num_warps, named)
 
-    def _wider(self) -> int:
-        """Value heads of the tensor that the gradient of g is a part of."""
-        return self.into["g"].stride(1) // self.K if self.part else self.HV
-
-    @property
-    def _finished(self) -> bool:
-        """Whether ``gradients`` leaves nothing for ``finish``."""
-        return self.whole_rows and self.H == self.HV
-
-    def _add_finish(self, r: Request, out: dict[str, View | None]) -> tuple[View, View, View]:
+    def _add_finish(self, out: dict[str, View | None]) -> tuple[View, View, View]:
         """Sums over channel blocks and grouped heads, and the gradients of norms if they are not done: dq, dk, dβ."""
-        b, H, K = self.b, self.H, self.K
+        b, r, H, K = self.b, self.r, self.H, self.K
         dbeta = self.new("dbeta", (self.B, self.T, self.HV), r.beta.dtype)
         dq, dk = out["dq"], out["dk"]
         if self.part:
@@ -464,9 +448,9 @@ class _Backward:
         b.pick(finish_kernel, (-(-self.B * self.T // tile), H), 4, named)
         return dq, dk, dbeta
 
-    def _finish(self, r: Request, dv: View, out: dict[str, View | None]) -> Grads:
+    def _finish(self, dv: View, out: dict[str, View | None]) -> Grads:
         b = self.b
-        dq, dk, dbeta = (out["dq"], out["dk"], out["dbeta"]) if self._finished else self._add_finish(r, out)
+        dq, dk, dbeta = (out["dq"], out["dk"], out["dbeta"]) if self.finished else self._add_finish(out)
         grads: Grads = {"q": dq, "k": dk, "v": dv, "g": out["dg"], "beta": dbeta}
         parts = {n: x for n in ("dA_partial", "dbias_partial") if (x := out[n]) is not None}
         if parts:

@@ -244,10 +244,8 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     keep = choice.saved_slots if training and not everything else 0
     starts = b.result("starts", chunk.starts_shape(r), torch.float32) if keep and chunk.starts_shape(r) else None
     kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
-    if choice.segment_rows and chunk.several(r):
+    if choice.segment_rows:
         o = written_evenly(b, o)
-        prepared = _add_several(b, r, choice, o, final_state, keep, starts)
-    elif choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
         new = b.result if everything else b.scratch
@@ -273,36 +271,25 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
 def _add_segments(
     b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int, starts: View | None
 ) -> Prepared:
-    """Run both kernels with the sequence cut into segments; they write ``o`` and ``final_state``.
+    """Run both kernels with sequences cut into segments; they write ``o`` and ``final_state``.
 
     Args:
         starts: for the states at the starts of segments, of which a backward for Hopper makes use.
     """
-    cut = cut_into_segments(b, r, choice.segment_rows)
-    if cut.cu_seqlens is None:
-        o = chunk.in_parts(o, cut.N)
-    prepared = add_prepare(b, cut, choice, o, keep=keep)
+    rows, sequences = choice.segment_rows, None
     hopper = isinstance(choice.transitions, chunk.TransitionsHopperConfig)
+    own = starts.cut(0, slice(0, segments_of(r, rows))) if starts and hopper else None
+    if chunk.several(r):
+        o = in_one(o)
+        own = own or b.scratch("states at starts", (segments_of(r, rows), r.HV, r.V, r.K), torch.float32)
+        cut, sequences = cut_several(b, r, rows, final_state, own)
+    else:
+        cut = cut_into_segments(b, r, rows)
+        o = chunk.in_parts(o, cut.N) if cut.cu_seqlens is None else o
+    prepared = add_prepare(b, cut, choice, o, keep=keep)
     if hopper:
         cut = changed(cut, v=aligned(b, cut.v))
-    own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
-    call = changed(r, initial_state=b.dense(r.initial_state))
-    first = Segments(b, cut, choice, prepared, call).add_starts(own)
+    call = r if sequences else changed(r, initial_state=b.dense(r.initial_state))
+    first = Segments(b, cut, choice, prepared, call, sequences).add_starts(own)
     add_recurrence(b, changed(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
-    return prepared
-
-
-def _add_several(
-    b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int, starts: View | None
-) -> Prepared:
-    """The same with several sequences cut into segments, or one whose state is in a pool."""
-    rows = choice.segment_rows
-    shape = segments_of(r, rows), r.HV, r.V, r.K
-    own = starts.cut(0, slice(0, shape[0])) if starts else b.scratch("states at starts", shape, torch.float32)
-    cut, sequences = cut_several(b, r, rows, final_state, own)
-    o = in_one(o)
-    prepared = add_prepare(b, cut, choice, o, keep=keep)
-    cut = changed(cut, v=aligned(b, cut.v))
-    Segments(b, cut, choice, prepared, r, sequences).add_starts(cut.initial_state)
-    add_recurrence(b, cut, choice, prepared, o, final_state, None, whole=r)
     return prepared

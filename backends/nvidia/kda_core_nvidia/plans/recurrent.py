@@ -152,7 +152,7 @@ def record_arguments(b: Builder, r: Request) -> dict[str, Any]:
 
 def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, prompts: Prompts, named: dict[str, Any]) -> None:
     """Add ``blocks_prepare`` and ``blocks_recurrence`` for every sequence of more than SHORT tokens."""
-    config, slots, rows, KP = prompts.config, prompts.slots, ROWS.value, named["KP"]
+    slots, rows, KP = prompts.slots, ROWS.value, named["KP"]
     named = named | {
         "planes": b.scratch("planes", (slots, r.HV, PLANES.value, rows, KP), torch.float16),
         "squares": b.scratch("squares", (slots, r.HV, 2, rows, rows), torch.float16),
@@ -164,7 +164,7 @@ def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, prompts: Promp
     early = choice.overlap and r.cu_seqlens is not None
     own = {"STAGES": PREPARE_STAGES}
     b.pick(blocks_prepare, slots * r.HV, 1, named | own, enable_fp_fusion=False, launch_pdl=early)
-    own = {"STAGES": RECURRENCE_STAGES, "BV": config.block_v, "STEP": prompts.step}
-    programs = prompts.sequences * r.HV * -(-r.V // config.block_v)
+    own = {"STAGES": RECURRENCE_STAGES, "BV": prompts.block_v, "STEP": prompts.step}
+    programs = prompts.sequences * r.HV * -(-r.V // prompts.block_v)
     options = {"enable_fp_fusion": False, "launch_pdl": choice.overlap}
-    b.pick(blocks_recurrence, programs, config.num_warps, named | own, **options)
+    b.pick(blocks_recurrence, programs, prompts.num_warps, named | own, **options)
