@@ -460,7 +460,7 @@ def as_segments(request: Request, rows: int) -> Request:
 
 
 def transitions_of(r: Request, chip: Chip, hopper: bool) -> BlockConfig | TransitionsHopperConfig:
-    """Configuration of the kernels that join segments, those for ``hopper`` or others: rows of a program, warps, stages."""
+    """Configuration of the kernels that join segments; of the plain ones rows of a program, warps, stages."""
     if hopper:
         return TransitionsHopperConfig()
     kp, block = padded(r.K), min(padded(r.K), padded(r.V), 64)

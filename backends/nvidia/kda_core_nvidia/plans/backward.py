@@ -306,7 +306,7 @@ class _Backward:
             given: inputs that a first half made for this one, which the recurrences are the last to read.
             kept: z and states, if the forward has stored them.
         """
-        b, r, turns = self.b, self.r, self.choice.turns
+        b, turns = self.b, self.choice.turns
         most = self.states if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
         z = (CHUNK * self.of_state, self.vp)
         shapes = {"z": z, "states": (self.vp, self.kp), "state_grads": (self.vp, self.kp)}
