@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kda_core.request import Request
+import torch
+
+from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.arguments import decays_bounded, gate_kind, has_contiguous_rows, named_state_strides
 from kda_core.triton_lib.layout import CHUNK, padded, piece_rows
 from kda_core.triton_lib.plan import Builder, Copy, View, changed
@@ -57,15 +59,20 @@ def outputs(b: Builder, r: Request, any_strides: bool = False) -> tuple[View, Vi
     Args:
         any_strides: kernels take every stride of value channels.
     """
-    o = r.out
-    if o is None or not (any_strides or has_contiguous_rows(o)):
-        o = (b.result if o is None else b.scratch)("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
+    o = r.out if any_strides and r.out else output(b, r.out, (r.B, r.T, r.HV, r.V), r.q.dtype)
     if r.inplace_final_state:
         return o, getattr(r, r.written_states) if r.written_states and r.update_state else None
     return o, b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
 
 
-def finish_output(b: Builder, r: Request, o: View) -> View:
+def output(b: Builder, out: View | None, shape: tuple[int, ...], dtype: torch.dtype) -> View:
+    """The caller's buffer if its rows are contiguous, else room that ``finish_output`` copies to it if there is one."""
+    if out is not None and has_contiguous_rows(out):
+        return out
+    return (b.result if out is None else b.scratch)("o", shape, dtype)
+
+
+def finish_output(b: Builder, r: Request | DecodeStepRequest, o: View) -> View:
     """The result, in the caller's buffer if there is one."""
     if r.out is not None and o is not r.out:
         b.step(Copy(r.out, o))

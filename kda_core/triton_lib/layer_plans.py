@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from kda_core.request import DecodeStepRequest, GatedNormRequest, LayerRequest, Request, ShortConvolutionRequest
-from kda_core.triton_lib.arguments import has_contiguous_rows
 from kda_core.triton_lib.convolution_kernels import convolution_backward_kernel, convolution_forward_kernel
 from kda_core.triton_lib.decode_kernels import convolution_step_kernel, norm_step_kernel
+from kda_core.triton_lib.frame import finish_output, output
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.norm_kernels import norm_backward_kernel, norm_forward_kernel
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, contiguous_strides, input_layouts
@@ -158,7 +158,7 @@ def plan_decode_step(
     HV, V, dtype = r.g.shape[2], r.V, r.x.dtype
     indices = r.indices
     every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
-    x, o, accepted = b.rows(r.x), r.out, b.dense(r.accepted)
+    x, accepted = b.rows(r.x), b.dense(r.accepted)
     inputs = None if r.commit_inputs is None else b.rows(r.commit_inputs)
     y = b.scratch("y", (N, T, D), dtype)
     named = {
@@ -173,8 +173,7 @@ def plan_decode_step(
         "BD": lanes * STEP_WARPS, "EVERY_TOKEN": every_token,
     }  # fmt: skip
     b.pick(convolution_step_kernel, N * -(-D // named["BD"]), STEP_WARPS, named)
-    if o is None or not has_contiguous_rows(o):
-        o = (b.result if o is None else b.scratch)("o", (N, T, HV, V), dtype)
+    o = output(b, r.out, (N, T, HV, V), dtype)
     rows = o if r.norm_gate is None else b.scratch("rows", (N, T, HV, V), dtype)
     state = r.state if indices is not None else r.state.cut(0, slice(0, N))
     add_recurrence(b, r.recurrence(*convolved(r, y), state, rows))
@@ -188,6 +187,5 @@ def plan_decode_step(
             "eps": float(r.norm_eps), "HV": HV, "V": V, "VP": VP, "ROWS": of_program, "OVERLAP": overlap,
         }  # fmt: skip
         b.pick(norm_step_kernel, -(-R // of_program), STEP_WARPS, named, **options)
-    if r.out is not None and o is not r.out:
-        b.step(Copy(r.out, o))
+    finish_output(b, r, o)
     return b.plan(input_layouts(r), {"o": o if r.out is None else None})

@@ -43,11 +43,8 @@ def saved_specs(r: Request, chip: Architecture) -> tuple[TensorSpec, ...]:
 
 def _frame(b: Builder, r: Request, chip: Architecture) -> Frame:
     """The call in segments as sequences, states K first and none given."""
-    rows = fragment_rows(r)
-    if not rows:
-        return Frame(b, replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False), chip)
-    r = replace(r, cu_seqlens=b.dense(r.cu_seqlens))
-    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=False), rows), chip)
+    rows, r = fragment_rows(r), replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False)
+    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=False), rows) if rows else r, chip)
 
 
 def _add_chain(

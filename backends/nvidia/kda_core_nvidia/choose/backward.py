@@ -9,7 +9,7 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View, changed, contiguous_strides
+from kda_core.triton_lib.plan import View, changed, dense_view
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.choose.fragments import at_once, cut_for
@@ -194,11 +194,8 @@ def gradients_persistent(r: Request, rows: int) -> bool:
 
 
 MOST_OVERLAP = 2048
-"""Slots times heads, at most, of calls whose kernels of the backward may start before the one ahead ends.
-
-Larger ones are slower by it, (1, 8192, 32) takes 994 instead of 956 µs a step: probably because the programs of a head,
-which read the same keys, no longer start together.
-"""
+"""Slots times heads, at most, of calls whose kernels of the backward may start before the one ahead ends. Larger ones
+are slower by it, probably because the programs of a head, which read the same keys, no longer start together."""
 
 LEAST_KEPT = 32
 """Sequences times value heads, at least: with 32 a step gains 5%, with 64 10%; fewer were not measured."""
@@ -267,7 +264,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     """
     if request.grad_o is None:
         # Zeros stand for it.
-        request = changed(request, grad_o=_dense_like(request.v, "do"))
+        request = changed(request, grad_o=dense_view("do", request.v.shape, request.v.dtype))
     fragments = bool(request.cp_context)
     rows, r, transitions = cut_for(request, chip)
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
@@ -303,7 +300,7 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
     tokens = descriptors and r.cu_seqlens is None and T % CHUNK == 0 and VP == V and do.dtype == dtype
-    dv = _dense_like(r.v, "dv")
+    dv = dense_view("dv", r.v.shape, r.v.dtype)
     tokens = tokens and all(chunk.row_aligned(x.cut(0, t)) for t in turns for x in (do, dv))
     halves: tuple[BackwardChoice, ...] = ()
     if not (half or fragments or paired) and halved(request, chip):
@@ -321,7 +318,3 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
 def _as_read(x: View) -> View:
     """``x`` as the backward's kernels get it."""
     return x if rows_readable(x) else x.contiguous()
-
-
-def _dense_like(x: View, name: str) -> View:
-    return View(name, x.shape, contiguous_strides(x.shape), x.dtype)

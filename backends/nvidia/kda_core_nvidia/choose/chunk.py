@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View, changed, contiguous_strides
+from kda_core.triton_lib.plan import View, changed, dense_view
 from kda_core.triton_lib.segments import in_one, packed_segments
 from kda_core_nvidia.choose.chip import Chip
 
@@ -279,7 +279,7 @@ def row_aligned(x: View) -> bool:
 
 def as_copied(x: View) -> View:
     """``x``, or the layout of the copy that a plan makes of rows which bulk copies cannot take."""
-    return x if row_aligned(x) else View(x.source, x.shape, contiguous_strides(x.shape), x.dtype)
+    return x if row_aligned(x) else dense_view(x.source, x.shape, x.dtype)
 
 
 def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int, rows: View) -> bool:

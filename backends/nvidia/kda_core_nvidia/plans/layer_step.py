@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kda_core.request import DecodeStepRequest, Request
-from kda_core.triton_lib.arguments import has_contiguous_rows
-from kda_core.triton_lib.frame import gate_parameters, names
+from kda_core.triton_lib.frame import finish_output, gate_parameters, names, output
 from kda_core.triton_lib.layer_plans import convolved
-from kda_core.triton_lib.plan import Builder, Copy, Plan, changed, input_layouts
+from kda_core.triton_lib.plan import Builder, Plan, changed, input_layouts
 from kda_core_nvidia.choose.recurrent import DraftConfig, draft_chunk, power_of_two
 from kda_core_nvidia.layer_step import layer_step
 from kda_core_nvidia.plans.recurrent import record_arguments, sequence_strides
@@ -22,9 +21,7 @@ def plan_layer_step(r: DecodeStepRequest, config: DraftConfig) -> Plan:
     """The plan of a call that one kernel takes; the request is metadata alone."""
     b = Builder()
     N, T, H, _ = r.g.shape
-    x, o = b.rows(r.x), r.out
-    if o is None or not has_contiguous_rows(o):
-        o = (b.result if o is None else b.scratch)("o", (N, T, H, r.V), r.x.dtype)
+    x, o = b.rows(r.x), output(b, r.out, (N, T, H, r.V), r.x.dtype)
     call = changed(r.recurrence(*convolved(r, x), r.state), g=b.rows(r.g), **gate_parameters(b, r))
     gate = None if r.norm_gate is None else b.rows(r.norm_gate)
     s_in, s_ih, I_ROW, _ = r.state.strides
@@ -38,8 +35,7 @@ def plan_layer_step(r: DecodeStepRequest, config: DraftConfig) -> Plan:
     kernel = layer_step if r.records is None else recurrent_draft
     named |= {"state": r.state} if r.records is None else _draft(b, r, call)
     b.pick(kernel, N * H, WARPS, named, enable_fp_fusion=False, maxnreg=config.registers)
-    if r.out is not None and o is not r.out:
-        b.step(Copy(r.out, o))
+    finish_output(b, r, o)
     return b.plan(input_layouts(r), {"o": o if r.out is None else None})
 
 

@@ -23,14 +23,7 @@ from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.frame import names, outputs, readable
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.recurrent import (
-    DraftConfig,
-    Prompts,
-    RecurrentConfig,
-    StepConfig,
-    draft_chunk,
-    power_of_two,
-)
+from kda_core_nvidia.choose.recurrent import draft_chunk, power_of_two
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -67,13 +60,13 @@ def add_recurrent(
     # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
     named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
-        _add_step(b, r, choice.step, named)
+        _add_step(b, r, choice, named)
     if choice.draft is not None:
-        _add_draft(b, r, choice.draft, named)
+        _add_draft(b, r, choice, named)
     if choice.short is not None:
-        _add_short(b, r, choice, choice.short, named)
+        _add_short(b, r, choice, named)
     if choice.prompts is not None:
-        _add_prompts(b, r, choice, choice.prompts, named)
+        _add_prompts(b, r, choice, named)
     return o, final_state
 
 
@@ -97,14 +90,14 @@ def _names(r: Request, final_state: View | None, o: View) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_step(b: Builder, r: Request, config: StepConfig, named: dict[str, Any]) -> None:
-    programs = r.N * r.HV * (SIZE.value // (STEP_WARPS * COLUMNS.value))
+def _add_step(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
+    config, programs = choice.step, r.N * r.HV * (SIZE.value // (STEP_WARPS * COLUMNS.value))
     own = {"I_ROW": named["I_K"], "F_ROW": named["F_K"], "PARTS": config.parts}
     b.pick(recurrent_step, programs, STEP_WARPS, named | own, enable_fp_fusion=False, maxnreg=config.registers)
 
 
-def _add_draft(b: Builder, r: Request, config: DraftConfig, named: dict[str, Any]) -> None:
-    records = record_arguments(b, r)
+def _add_draft(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
+    config, records = choice.draft, record_arguments(b, r)
     own = WITHOUT_LAYER | records | {
         "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T), "TURNS": config.turns,
         "CP": 0 if r.commit is None else power_of_two(max(1, records["C"], records["M"])),
@@ -119,10 +112,10 @@ def _columns(table: View | None) -> tuple[int, int]:
     return (0, 1) if table is None or table.dim() == 1 else (table.stride(1), table.shape[1])
 
 
-def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: RecurrentConfig, named: dict[str, Any]) -> None:
+def _add_short(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
     """Add ``recurrent``. Where prompts follow, packed sequences of more than SHORT tokens are left to them."""
-    packed, indices, accepted = r.cu_seqlens is not None, r.ssm_state_indices, r.num_accepted_tokens
-    s_slot, width = _columns(indices)
+    config, packed, accepted = choice.short, r.cu_seqlens is not None, r.num_accepted_tokens
+    s_slot, width = _columns(r.ssm_state_indices)
     s_final_slot, final_width = _columns(r.final_state_indices)
     KP, short_only, one_token = power_of_two(r.K), choice.prompts is not None, r.T == 1 and not packed
     own = {
@@ -150,9 +143,9 @@ def record_arguments(b: Builder, r: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, prompts: Prompts, named: dict[str, Any]) -> None:
+def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
     """Add ``blocks_prepare`` and ``blocks_recurrence`` for every sequence of more than SHORT tokens."""
-    slots, rows, KP = prompts.slots, ROWS.value, named["KP"]
+    prompts, slots, rows, KP = choice.prompts, choice.prompts.slots, ROWS.value, named["KP"]
     named = named | {
         "planes": b.scratch("planes", (slots, r.HV, PLANES.value, rows, KP), torch.float16),
         "squares": b.scratch("squares", (slots, r.HV, 2, rows, rows), torch.float16),
