@@ -51,10 +51,9 @@ from kda_core_nvidia.choose.backward import (
     rows_readable,
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, hopper_tiles, kept_of
 from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
-from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import (
     KEPT,
     ROWS,
@@ -249,6 +248,10 @@ class _Backward:
         # Segments are a batch here.
         return in_parts(self.b.result(name, (1, self.B * self.T, *shape[2:]), dtype), self.B)
 
+    def grad(self, name: str, x: View) -> View:
+        """The gradient of ``x``: a part of that of all heads, or a tensor of its own."""
+        return self.into[name] if self.part else self.new(f"d{name}", x.shape, x.dtype)
+
     def strides(self, letter: str, x: View | None) -> dict[str, int]:
         """Strides by batch, token and head, by the names of the kernels' parameters."""
         s = (0, 0, 0) if x is None else x.strides
@@ -370,16 +373,13 @@ class _Backward:
 
     def _outputs(self) -> dict[str, View | None]:
         """Outputs of ``gradients``: dq and dk by value heads, and partial sums."""
-        b, r, into = self.b, self.r, self.into
+        b, r = self.b, self.r
         shape, blocks = (self.B, self.T, self.HV, self.K), self.blocks
-        dg = into["g"] if self.part else self.new("dg", shape, r.g.dtype)
-        if self.HV != self.H:
-            dq, dk = (b.scratch(f"{n} by value head", shape, torch.float32) for n in ("dq", "dk"))
-        elif self.part:
-            dq, dk = into["q"], into["k"]
+        found = {"dg": self.grad("g", r.g)}
+        if self.HV == self.H:
+            found |= {f"d{n}": self.grad(n, getattr(r, n)) for n in "qk"}
         else:
-            dq, dk = (self.new(n, shape, self.dtype) for n in ("dq", "dk"))
-        found = {"dq": dq, "dk": dk, "dg": dg}
+            found |= {n: b.scratch(f"{n} by value head", shape, torch.float32) for n in ("dq", "dk")}
         if self.finished:
             found["dbeta"] = self.new("dbeta", shape[:3], r.beta.dtype)
         else:
@@ -433,13 +433,11 @@ class _Backward:
 
     def _add_finish(self, out: dict[str, View | None]) -> tuple[View, View, View]:
         """Sums over channel blocks and grouped heads, and the gradients of norms if they are not done: dq, dk, dβ."""
-        b, r, H, K = self.b, self.r, self.H, self.K
+        b, r, H = self.b, self.r, self.H
         dbeta = self.new("dbeta", (self.B, self.T, self.HV), r.beta.dtype)
         dq, dk = out["dq"], out["dk"]
-        if self.part:
-            dq, dk = self.into["q"], self.into["k"]
-        elif self.HV != H:
-            dq, dk = (self.new(n, (self.B, self.T, H, K), self.dtype) for n in ("dq", "dk"))
+        if self.HV != H:
+            dq, dk = (self.grad(n, getattr(r, n)) for n in "qk")
         tile = max(1, FINISH_ELEMENTS // self.kp)
         named = self._names() | self.strides("q", r.q) | self.strides("k", r.k) | {
             "dq_hat": out["dq"], "dk_hat": out["dk"], "dbeta_partial": out["dbeta"], "dq": dq, "dk": dk, "dbeta": dbeta,

@@ -16,17 +16,29 @@ from kda_core.triton_lib.arguments import named_state_strides, row_strides, stat
 from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import cut_into_pieces, in_one, segments_of, written_evenly
+from kda_core.triton_lib.plan import Builder, Copy, Plan, Tile, View, changed, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.segments import cut_into_pieces, in_one, one_token_axis, segments_of, written_evenly
 from kda_core_nvidia.choose import BackwardChoice, Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
-from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
 from kda_core_nvidia.plans.segments import Segments, cut_into_segments, cut_several
 from kda_core_nvidia.prepare import prepare
+from kda_core_nvidia.prepare_hopper import prepare_hopper
 from kda_core_nvidia.progress_hopper import FLAGS
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
+
+HOPPER_CHANNELS = 64
+"""Key channels of a warp of ``prepare_hopper``, and of a block that it copies."""
+
+
+def aligned(b: Builder, x: View) -> View:
+    """``x`` [B, T, H, D], copied where bulk copies cannot take its rows."""
+    if chunk.row_aligned(x):
+        return x
+    copy = b.scratch(f"{x.source}, aligned", x.shape, x.dtype)
+    b.step(Copy(copy, x))
+    return copy
 
 
 class Prepared(NamedTuple):
@@ -145,7 +157,7 @@ def add_prepare(
     own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": chunk.split_scale(r.scale, r.q.dtype)[0]}
     named = names(r) | written._asdict() | own
     if isinstance(config, chunk.PrepareHopperConfig):
-        launch_prepare_hopper(b, r, config, named, states, progress)
+        _launch_prepare_hopper(b, r, config, named, states, progress)
         return prepared
     unit, strides = row_strides(q=r.q, k=r.k, g=r.g, b=r.beta, o=o)
     named |= strides | {
@@ -155,6 +167,48 @@ def add_prepare(
     named |= zip(("TERMS", "DOT", "SMALL_DOT"), choice.precision, strict=True)
     b.pick(prepare, slots(r) * r.HV, config.num_warps, named)
     return prepared
+
+
+def _chunks(x: View, count: int, by_rows: bool = False) -> Tile:
+    """Blocks of so many chunks."""
+    return token_tile(x, count * CHUNK, HOPPER_CHANNELS, swizzled=not by_rows, by_rows=by_rows)
+
+
+def _launch_prepare_hopper(
+    b: Builder, r: Request, config: chunk.PrepareHopperConfig, named: dict[str, Any], states: dict[str, Any] | None,
+    progress: View | None,
+) -> None:  # fmt: skip
+    """Add a launch of ``prepare_hopper``.
+
+    Args:
+        named: what it takes, by its names, tiles apart.
+        states: the same of a recurrence, where sequences are finished.
+        progress: as for ``add_prepare``.
+    """
+    q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
+    beta, o = one_token_axis(b, r.beta), named["o"]
+    # Chunks of a program, and of a block that is copied.
+    chunks = 2 if r.K == 128 else 1
+    count = 1 if config.paired else chunks
+    pairs = r.B * -(-named["chunks"] // chunks) if r.cu_seqlens is None else r.T // (chunks * CHUNK) + r.N + 1
+    strides = row_strides(q=q, k=k, g=g, b=beta, o=o)[1] | {"s_ob": o.stride(0) if r.B > 1 else 0}
+    tiles = {
+        "q": _chunks(q, count), "k": _chunks(k, count), "g": _chunks(g, count, by_rows=True),
+        "keys": matrix_tile(named["keys"], CHUNK, r.K, HOPPER_CHANNELS, swizzled=True),
+    }  # fmt: skip
+    if states is None:
+        numbers = ("s_vh", *(f"s_{x}{axis}" for x in "if" for axis in "nhkv"), "s_has", "s_final", "final_slots")
+        tensors = ("values", "initial_state", "final_state", "has_state", "final_indices")
+        states = {**dict.fromkeys(numbers, 0), **dict.fromkeys(tensors), "o_scale": 1.0}
+        # One kernel for every layout of states.
+        states |= {"V_FIRST": False, "LAST_CONTIGUOUS": True}
+    else:
+        tiles["values"] = _chunks(r.v, 1)
+    named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize}
+    named |= {"PAIRED": config.paired, "FINISHED": config.finishes, "AHEAD": config.ahead}
+    # A recurrence that follows has two programs a head.
+    named |= {"progress": progress, "followers": 2 * r.N * r.HV, "stay": config.stay}
+    b.pick(prepare_hopper, config.programs or pairs * r.HV, config.num_warps, named, maxnreg=config.registers)
 
 
 def _states(r: Request, o: View, final_state: View | None, whole: Request | None = None) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from kda_core.triton_lib.segments import edge_arguments, ends_of, one_token_axis
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, in_parts
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
-from kda_core_nvidia.plans.prepare_hopper import aligned
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence, aligned
 from kda_core_nvidia.plans.segments import KEPT, Segments, cut_into_segments
 from kda_core_nvidia.segments import chain_kernel
 

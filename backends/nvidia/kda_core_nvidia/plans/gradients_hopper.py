@@ -16,7 +16,7 @@ from kda_core_nvidia.choose.backward import GradientsHopperConfig, GradientsPers
 from kda_core_nvidia.gradients_hopper import gradients_hopper
 from kda_core_nvidia.gradients_hopper_persistent import gradients_hopper_persistent
 from kda_core_nvidia.gradients_pairs import pairs_kernel
-from kda_core_nvidia.plans.prepare_hopper import aligned
+from kda_core_nvidia.plans.forward import aligned
 
 VALUES = 64
 """Value channels of a block of do, dv and z, and of a state of a slot."""
