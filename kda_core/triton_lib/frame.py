@@ -10,6 +10,7 @@ import torch
 from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.arguments import decays_bounded, gate_kind, has_contiguous_rows, named_state_strides
 from kda_core.triton_lib.layout import CHUNK, padded, piece_rows
+from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, View, changed
 
 
@@ -49,7 +50,7 @@ def names(r: Request) -> dict[str, Any]:
         "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "BOUNDED": decays_bounded(r),
         "L2NORM": r.use_qk_l2norm_in_kernel, "SIGMOID": r.use_beta_sigmoid_in_kernel,
         "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval,
-        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
+        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
     }  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import (
     Builder,
     Copy,
@@ -334,8 +333,7 @@ class _Backward:
         exact, r = self.dtype == torch.float32, self.r
         return names(r) | {
             "T_row": self.T if self.collapsed else 0, "o_scale": split_scale(r.scale, self.dtype)[1],
-            "rows": self.B * self.T, "LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel),
-            "PRECISION": "ieee" if exact else "tf32", "EVERY_SECOND": self.paired,
+            "rows": self.B * self.T, "PRECISION": "ieee" if exact else "tf32", "EVERY_SECOND": self.paired,
             "ODD": self.paired and (r.cu_seqlens is not None or self.NT % 2 == 1),
             # Value heads of the tensor that the gradient of g is a part of.
             "HO": self.into["g"].stride(1) // self.K if self.part else self.HV,

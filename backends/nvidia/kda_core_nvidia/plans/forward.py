@@ -15,7 +15,6 @@ from kda_core.request import Request, TensorSpec
 from kda_core.triton_lib.arguments import named_state_strides, row_strides, state_strides
 from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Tile, View, changed, input_layouts, matrix_tile, token_tile
 from kda_core.triton_lib.segments import cut_into_pieces, in_one, one_token_axis, segments_of, written_evenly
 from kda_core_nvidia.choose import BackwardChoice, Chip, ForwardChoice, chunk
@@ -162,7 +161,7 @@ def add_prepare(
     unit, strides = row_strides(q=r.q, k=r.k, g=r.g, b=r.beta, o=o)
     named |= strides | {
         "UNIT": unit, "BK": config.block_k, "BW": config.wide, "STAGES": config.stages,
-        "WIDE_STAGES": config.wide_stages, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
+        "WIDE_STAGES": config.wide_stages,
     }  # fmt: skip
     named |= zip(("TERMS", "DOT", "SMALL_DOT"), choice.precision, strict=True)
     b.pick(prepare, slots(r) * r.HV, config.num_warps, named)
@@ -240,8 +239,8 @@ def add_recurrence(
     """
     config, (keys, P, D, *_) = choice.recurrence, prepared
     named = names(r) | _states(r, o, final_state, whole) | {
-        "o": o, "LIFT": lift(r.v.dtype, r.use_qk_l2norm_in_kernel), "LAST_STATE": whole is not None,
-        "BV": config.block_v, "STAGES": config.stages, "FINISHED": choice.finishes,
+        "o": o, "LAST_STATE": whole is not None, "BV": config.block_v, "STAGES": config.stages,
+        "FINISHED": choice.finishes,
     }  # fmt: skip
     if isinstance(config, chunk.HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}

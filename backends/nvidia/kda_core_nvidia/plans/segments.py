@@ -11,7 +11,6 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
-from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, View, changed, matrix_tile, token_tile
 from kda_core.triton_lib.segments import one_token_axis, segments_each, write_bounds, write_segments
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
@@ -101,9 +100,9 @@ class Segments:
         """Arguments of the launches for ``count`` segments, with the tensors that those for Hopper write."""
         r, call, sequences, config = self.r, self.call, self.sequences, self.config
         named = names(r) | {
-            "keys": self.keys, "D": self.D, "count": r.N, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
-            "PRECISION": "tf32", "EVERY": call is None, "initial_state": call and call.initial_state,
-            "grad_final_state": call and call.grad_final_state, "STAGES": config.stages,
+            "keys": self.keys, "D": self.D, "count": r.N, "PRECISION": "tf32", "EVERY": call is None,
+            "initial_state": call and call.initial_state, "grad_final_state": call and call.grad_final_state,
+            "STAGES": config.stages,
         }  # fmt: skip
         if call is not None:
             named["V_FIRST"] = call.state_v_first
