@@ -50,7 +50,7 @@ from kda_core_nvidia.choose.backward import (
     rows_readable,
 )
 from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, hopper_tiles, kept_of
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of
 from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.segments import (
@@ -60,6 +60,7 @@ from kda_core_nvidia.plans.segments import (
     add_first_segments,
     cut_into_segments,
     cut_several,
+    hopper_tiles,
 )
 
 FINISH_ELEMENTS = 2048

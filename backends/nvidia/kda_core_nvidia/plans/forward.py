@@ -20,7 +20,7 @@ from kda_core.triton_lib.segments import cut_into_pieces, in_one, one_token_axis
 from kda_core_nvidia.choose import BackwardChoice, Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
-from kda_core_nvidia.plans.segments import Segments, cut_into_segments, cut_several
+from kda_core_nvidia.plans.segments import Segments, cut_into_segments, cut_several, hopper_tiles
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.prepare_hopper import prepare_hopper
 from kda_core_nvidia.progress_hopper import FLAGS
@@ -261,16 +261,6 @@ def add_recurrence(
     if choice.descriptors:
         named |= {"keys": matrix_tile(keys, CHUNK, padded(r.K)), "P": matrix_tile(P, CHUNK, CHUNK)}
     b.pick(recurrence, (r.N * r.HV, -(-r.V // config.block_v)), config.num_warps, named)
-
-
-def hopper_tiles(keys: View, P: View | None, D: View) -> dict[str, Any]:
-    """Descriptors of what ``prepare`` wrote, by the parameters of the kernels for Hopper; P may be None."""
-    KP = D.shape[-1]
-    tiles = {"single": matrix_tile(keys, CHUNK, KP, swizzled=True), "decays": matrix_tile(D, 1, KP, by_rows=True)}
-    if P is None:
-        return tiles
-    pairs = matrix_tile(keys, 2 * CHUNK, KP, swizzled=True)
-    return tiles | {"pairs": pairs, "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True)}
 
 
 def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ...] = ()) -> Plan:

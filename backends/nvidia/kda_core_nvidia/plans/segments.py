@@ -72,6 +72,15 @@ KEPT = "kept"
 """The result that holds what the second half of a call is given and the call does not save."""
 
 
+def hopper_tiles(keys: View, P: View, D: View) -> dict[str, Any]:
+    """Descriptors of what ``prepare`` wrote, by the parameters of the kernels for Hopper."""
+    KP = D.shape[-1]
+    return {
+        "single": matrix_tile(keys, CHUNK, KP, swizzled=True), "pairs": matrix_tile(keys, 2 * CHUNK, KP, swizzled=True),
+        "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True), "decays": matrix_tile(D, 1, KP, by_rows=True),
+    }  # fmt: skip
+
+
 class Segments:
     """Adds the launches that find the states at the starts of segments, and the gradients of states at their ends.
 
@@ -108,9 +117,8 @@ class Segments:
             named["V_FIRST"] = call.state_v_first
         if not self.hopper:
             return named | {"BV": config.block_v}
-        named |= {
-            "single": matrix_tile(self.keys, CHUNK, r.K, swizzled=True), "BR": config.rows, "UNROLL": config.unroll,
-            "decays": matrix_tile(self.D, 1, r.K, by_rows=True), "spare": 0, "forgotten": None, "sequences": sequences,
+        named |= hopper_tiles(self.keys, self.P, self.D) | {
+            "BR": config.rows, "UNROLL": config.unroll, "spare": 0, "forgotten": None, "sequences": sequences,
             "matrices": self._new("matrices of segments", (count, r.HV, 2, r.K, r.K), torch.bfloat16),
             "additions": self._new("additions of segments", (count, r.HV, r.K, r.V), torch.float32),
         }  # fmt: skip
@@ -149,11 +157,8 @@ class Segments:
         if self.hopper:
             if self.call is not None:
                 named["T"] = r.T * (r.N if r.cu_seqlens is None else 1)
-            own = {
-                "pairs": matrix_tile(self.keys, 2 * CHUNK, r.K, swizzled=True), "s_oh": do.stride(2),
-                "P": matrix_tile(self.P, CHUNK, CHUNK, swizzled=True), "STAGES": config.reverse_stages,
-                "gradients": token_tile(do, CHUNK, r.V, swizzled=True),
-            }  # fmt: skip
+            tile = token_tile(do, CHUNK, r.V, swizzled=True)
+            own = {"s_oh": do.stride(2), "STAGES": config.reverse_stages, "gradients": tile}
             grid, options = (r.K // config.rows, count * r.HV), {"maxnreg": config.reverse_registers}
             self.b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, **options)
             return named
