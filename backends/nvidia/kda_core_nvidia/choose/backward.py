@@ -151,8 +151,7 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
         and r.K in (128, 256)
         and r.grad_o.dtype == r.q.dtype
         and r.B * r.T > 0
-        # Rows of a descriptor are counted in 32 bits.
-        and slots(r) * r.HV * r.V < 2**31
+        and chunk.countable(slots(r) * r.HV * r.V)
     )
 
 
@@ -215,8 +214,7 @@ def keeps_states(r: Request, chip: Chip) -> bool:
         and r.N * r.HV >= LEAST_KEPT
         and not chunk.short(r)
         and r.B * r.T > 0
-        # Rows of a descriptor are counted in 32 bits.
-        and slots(r) * r.HV * 128 < 2**31
+        and chunk.countable(slots(r) * r.HV * 128)
         and gradients_persistent(r, r.T * r.HV)
     )
 

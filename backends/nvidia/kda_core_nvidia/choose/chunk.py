@@ -202,8 +202,7 @@ def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig
         and r.g.dtype in _PREPARE_HOPPER
         and r.K in (128, 256)
         and r.B * r.T > 0
-        # Rows of a descriptor and programs are counted in 32 bits.
-        and slots(r) * r.HV * 3 * CHUNK < 2**31
+        and countable(slots(r) * r.HV * 3 * CHUNK)
     )
     if not hopper:
         return prepare_config(r.K, r.q.dtype, again)
@@ -260,6 +259,11 @@ def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int, short: b
     return _HOPPER_CONFIGS[kernel, KP, 128 if wide else 64]
 
 
+def countable(rows: int) -> bool:
+    """Whether a descriptor can have so many rows, which it counts in 32 bits, as grids do programs: one at least."""
+    return 0 < rows < 2**31
+
+
 def row_aligned(x: View) -> bool:
     """Whether ``x`` [B, T, H, D] is a matrix of B · T rows of which blocks can be copied through a descriptor."""
     s_b, s_t, s_h, s_last = x.strides
@@ -272,8 +276,7 @@ def row_aligned(x: View) -> bool:
         and 0 <= s_h * (H - 1) <= s_t - D
         # Offsets within a chunk are counted in 32 bits.
         and s_t * CHUNK < 2**31
-        # A descriptor is of one row at least.
-        and 0 < B * T < 2**31
+        and countable(B * T)
     )
 
 
@@ -294,8 +297,7 @@ def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int,
         and dtype.itemsize == 2
         and KP in (128, 256)
         and V in (64, 128, 256)
-        # Rows of a descriptor are counted in 32 bits.
-        and 0 < count * HV * max(3 * CHUNK, V) < 2**31
+        and countable(count * HV * max(3 * CHUNK, V))
         and row_aligned(rows)
     )
 
@@ -329,8 +331,7 @@ def cut_on_hopper(r: Request, chip: Chip) -> bool:
         chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
-        # Rows of a descriptor are counted in 32 bits.
-        and (rows // CHUNK + rows // LEAST_ROWS_HOPPER + MOST_PROGRAMS) * r.HV * 3 * CHUNK < 2**31
+        and countable((rows // CHUNK + rows // LEAST_ROWS_HOPPER + MOST_PROGRAMS) * r.HV * 3 * CHUNK)
     )
 
 

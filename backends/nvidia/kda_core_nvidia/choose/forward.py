@@ -139,8 +139,7 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     return ForwardChoice(
         prepare, recurrence, chunk.precision(dtype, chip), segment_rows=rows,
         saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request),
-        # Rows of a descriptor are counted in 32 bits.
-        descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31, transitions=transitions,
+        descriptors=chip.descriptors and chunk.countable(count * r.HV * 3 * CHUNK), transitions=transitions,
         # Calls that are cut have another kernel ahead, which writes the initial states.
         keeps_states=keeps, overlap=chip.overlaps and not (fragments or rows), most_programs=4 * chip.multiprocessors,
     )  # fmt: skip

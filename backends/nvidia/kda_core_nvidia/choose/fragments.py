@@ -88,8 +88,7 @@ def cut_for(request: Request, chip: Chip) -> tuple[int, Request, chunk.BlockConf
         chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
-        # Rows of a descriptor are counted in 32 bits.
-        and 0 < slots(r) * r.HV * 3 * CHUNK < 2**31
-        and 0 < r.B * r.T < 2**31
+        and chunk.countable(slots(r) * r.HV * 3 * CHUNK)
+        and chunk.countable(r.B * r.T)
     )
     return rows, r, chunk.transitions_of(r, chip, hopper)
