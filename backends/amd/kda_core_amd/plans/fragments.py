@@ -93,16 +93,10 @@ def plan_finish(r: Request, chip: Architecture) -> Plan:
     return b.plan(input_layouts(r), results | ({"starts": states} if r.save_for_backward else {}))
 
 
-def _backward(b: Builder, r: Request, chip: Architecture) -> Frame:
-    f = _frame(b, r, chip)
-    f.names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)
-    return f
-
-
 def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
     """The first half of a backward; results: matrices (none: those of the forward), additions, and what it keeps."""
     b = Builder()
-    f = _backward(b, r, chip)
+    f = _frame(b, r, chip)
     dv = b.result("dv", r.v.shape, r.v.dtype)
     add_prepare(f, dv, backward=True, new=b.result)
     transitions, additions = add_transitions(f), add_reverse_transitions(f)
@@ -118,7 +112,7 @@ def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
     """
     b = Builder()
     starts, dv, keys, P, D, X, transitions, additions, ends = r.saved
-    f = _backward(b, r, chip)
+    f = _frame(b, r, chip)
     f.names |= {"dv": dv, "keys": keys, "P": P, "D": D, "X": X}
     last = b.scratch("gradients at ends", starts.shape, torch.float32)
     grad_starts = ends_of(b, r, "dinitial_state", torch.float32) if "initial_state" in r.needs_grad else None

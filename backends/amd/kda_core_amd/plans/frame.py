@@ -32,6 +32,8 @@ class Frame:
             "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel, r.scale), "TERMS": terms, "DOT": dot,
             "SMALL_DOT": small_dot, "FEW_REGISTERS": chip.wave == 32,
         }  # fmt: skip
+        if r.needs_grad:
+            self.names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)
 
     def config(self, kernel: str, dtype: torch.dtype | None = None) -> Config:
         """The configuration of a kernel for operands of ``dtype``, q's when left out."""

@@ -221,7 +221,7 @@ class _Backward:
         self.B, self.T, self.H, self.K = r.q.shape
         self.HV, self.V = r.v.shape[2:]
         self.kp, self.vp = padded(self.K), padded(self.V)
-        self.NT, self.slots = -(-self.T // CHUNK), slots(r)
+        self.NT = -(-self.T // CHUNK)
         # Whether ``gradients`` takes pairs of slots, of which each has one state then; those are never in turns.
         self.paired = isinstance(choice.gradients, GradientsPersistentConfig)
         self.of_state = 2 if self.paired else 1
@@ -251,11 +251,6 @@ class _Backward:
     def grad(self, name: str, x: View) -> View:
         """The gradient of ``x``: a part of that of all heads, or a tensor of its own."""
         return self.into[name] if self.part else self.new(f"d{name}", x.shape, x.dtype)
-
-    def strides(self, letter: str, x: View | None) -> dict[str, int]:
-        """Strides by batch, token and head, by the names of the kernels' parameters."""
-        s = (0, 0, 0) if x is None else x.strides
-        return {f"s_{letter}b": 0 if self.collapsed else s[0], f"s_{letter}t": s[1], f"s_{letter}h": s[2]}
 
     def add(self) -> Grads:
         """Add all launches; the gradients by input."""
@@ -331,10 +326,14 @@ class _Backward:
 
     def _names(self) -> dict[str, Any]:
         """Arguments that the launches share."""
-        exact, r = self.dtype == torch.float32, self.r
-        return names(r) | {
+        r, strides = self.r, {}
+        for letter, x in {"q": r.q, "k": r.k, "v": r.v, "g": r.g, "b": r.beta, "o": r.grad_o}.items():
+            batch, token, head = x.strides[:3]
+            strides |= {f"s_{letter}b": 0 if self.collapsed else batch, f"s_{letter}t": token, f"s_{letter}h": head}
+        return names(r) | strides | {
             "T_row": self.T if self.collapsed else 0, "o_scale": split_scale(r.scale, self.dtype)[1],
-            "rows": self.B * self.T, "PRECISION": "ieee" if exact else "tf32", "EVERY_SECOND": self.paired,
+            "rows": self.B * self.T, "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "EVERY_SECOND": self.paired,
             "ODD": self.paired and (r.cu_seqlens is not None or self.NT % 2 == 1),
             # Value heads of the tensor that the gradient of g is a part of.
             "HO": self.into["g"].stride(1) // self.K if self.part else self.HV,
@@ -353,7 +352,6 @@ class _Backward:
         for name in ("initial", "grad_final", "grad_initial"):
             x = getattr(states, name)
             named[f"{name}_state"] = x and x.cut(0, turn)
-        named |= self.strides("v", r.v) | self.strides("o", r.grad_o)
         if isinstance(first, HopperConfig):
             kernel = recurrences_hopper
             named |= first.constants | {"STAGES_REVERSE": last.stages, "OUT_REVERSE": last.out}
@@ -419,41 +417,38 @@ class _Backward:
             "MILD": mildest(self.dtype, r.use_qk_l2norm_in_kernel), "DESCRIPTORS": choice.descriptors,
             "TOKENS": choice.tokens,
         }  # fmt: skip
-        for letter, x in {"q": r.q, "k": r.k, "g": r.g, "b": r.beta, "o": r.grad_o}.items():
-            named |= self.strides(letter, x)
         if choice.descriptors:
             named["z"] = matrix_tile(own["z"], CHUNK, self.vp, config.block_v)
             for n in ("states", "state_grads"):
                 named[n] = matrix_tile(own[n], config.block_v, self.kp, config.block_k)
         if choice.tokens:
             named |= {"do": token_tile(do, CHUNK, config.block_v), "dv": token_tile(dv, CHUNK, config.block_v)}
-        blocks = (self.slots if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
+        blocks = (slots(r) if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
         self.b.pick(gradients_kernel, blocks, config.num_warps, named)
 
-    def _add_finish(self, out: dict[str, View | None]) -> tuple[View, View, View]:
+    def _add_finish(self, out: dict[str, View | None]) -> dict[str, View]:
         """Sums over channel blocks and grouped heads, and the gradients of norms if they are not done: dq, dk, dβ."""
-        b, r, H = self.b, self.r, self.H
-        dbeta = self.new("dbeta", (self.B, self.T, self.HV), r.beta.dtype)
-        dq, dk = out["dq"], out["dk"]
-        if self.HV != H:
-            dq, dk = (self.grad(n, getattr(r, n)) for n in "qk")
+        b, r = self.b, self.r
+        written = {n: out[n] for n in ("dq", "dk")} | {"dbeta": self.new("dbeta", r.beta.shape, r.beta.dtype)}
+        if self.HV != self.H:
+            written |= {f"d{n}": self.grad(n, getattr(r, n)) for n in "qk"}
         tile = max(1, FINISH_ELEMENTS // self.kp)
-        named = self._names() | self.strides("q", r.q) | self.strides("k", r.k) | {
-            "dq_hat": out["dq"], "dk_hat": out["dk"], "dbeta_partial": out["dbeta"], "dq": dq, "dk": dk, "dbeta": dbeta,
-            "NK": self.blocks, "R": tile, "L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows,
+        named = self._names() | written | {
+            "dq_hat": out["dq"], "dk_hat": out["dk"], "dbeta_partial": out["dbeta"], "NK": self.blocks, "R": tile,
+            "L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows,
         }  # fmt: skip
-        b.pick(finish_kernel, (-(-self.B * self.T // tile), H), 4, named)
-        return dq, dk, dbeta
+        b.pick(finish_kernel, (-(-self.B * self.T // tile), self.H), 4, named)
+        return written
 
     def _finish(self, dv: View, out: dict[str, View | None]) -> Grads:
-        b = self.b
-        dq, dk, dbeta = (out["dq"], out["dk"], out["dbeta"]) if self.finished else self._add_finish(out)
-        grads: Grads = {"q": dq, "k": dk, "v": dv, "g": out["dg"], "beta": dbeta}
-        parts = {n: x for n in ("dA_partial", "dbias_partial") if (x := out[n]) is not None}
-        if parts:
-            sums = {n: self.into.get(n) for n in ("A_log", "dt_bias")}
-            named = {**out, **{f"d{n}": x for n, x in sums.items()}, "count": next(iter(parts.values())).shape[0]}
-            named |= {"HV": self.HV, "K": self.K, "NA": parts["dA_partial"].shape[2] if "dA_partial" in parts else 1}
-            b.pick(sums_kernel, (-(-self.K // SUM_CHANNELS), self.HV), 4, named | {"BK": SUM_CHANNELS, "R": SUM_ROWS})
-            grads |= {n: x for n, x in sums.items() if x is not None}
-        return grads
+        """The gradients by input, after ``finish`` and the sums over slots, where these are needed."""
+        final = out | {"dv": dv} | ({} if self.finished else self._add_finish(out))
+        sums = {n: x for n in ("A_log", "dt_bias") if (x := self.into.get(n)) is not None}
+        if sums:
+            dA = out["dA_partial"]
+            named = names(self.r) | out | {f"d{n}": sums.get(n) for n in ("A_log", "dt_bias")} | {
+                "count": (dA or out["dbias_partial"]).shape[0], "NA": 1 if dA is None else dA.shape[2],
+                "BK": SUM_CHANNELS, "R": SUM_ROWS,
+            }  # fmt: skip
+            self.b.pick(sums_kernel, (-(-self.K // SUM_CHANNELS), self.HV), 4, named)
+        return {n: final[f"d{n}"] for n in ("q", "k", "v", "g", "beta")} | sums

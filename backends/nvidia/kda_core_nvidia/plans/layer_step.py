@@ -21,17 +21,19 @@ def plan_layer_step(r: DecodeStepRequest, config: DraftConfig) -> Plan:
     """The plan of a call that one kernel takes; the request is metadata alone."""
     b = Builder()
     N, T, H, _ = r.g.shape
-    x, o = b.rows(r.x), output(b, r.out, (N, T, H, r.V), r.x.dtype)
-    call = changed(r.recurrence(*convolved(r, x), r.state), g=b.rows(r.g), **gate_parameters(b, r))
+    x, g = b.rows(r.x), b.rows(r.g)
     gate = None if r.norm_gate is None else b.rows(r.norm_gate)
+    o = output(b, r.out, (N, T, H, r.V), r.x.dtype)
     s_in, s_ih, I_ROW, _ = r.state.strides
     s_cs, s_cr, s_cd = r.conv_state.strides
-    named = names(call) | sequence_strides(False, g=call.g, b=r.beta, o=o, a=gate) | {
+    own = {
         "x": x, "weight": b.dense(r.weight), "bias": b.dense(r.bias), "conv_state": r.conv_state, "gate": gate,
         "norm_weight": b.dense(r.norm_weight), "o": o, "eps": float(r.norm_eps), "s_xn": x.stride(0),
         "s_xt": x.stride(1), "s_cs": s_cs, "s_cr": s_cr, "s_cd": s_cd, "s_in": s_in, "s_ih": s_ih, "I_ROW": I_ROW,
         "slots": r.state.shape[0], "TAPS": r.weight.shape[1], "STAGED": config.staged,
     }  # fmt: skip
+    call = changed(r.recurrence(*convolved(r, x), r.state), g=g, **gate_parameters(b, r))
+    named = names(call) | sequence_strides(False, g=g, b=r.beta, o=o, a=gate) | own
     kernel = layer_step if r.records is None else recurrent_draft
     named |= {"state": r.state} if r.records is None else _draft(b, r, call)
     b.pick(kernel, N * H, WARPS, named, enable_fp_fusion=False, maxnreg=config.registers)
