@@ -307,6 +307,9 @@ LEAST_ROWS = 2048
 
 LEAST_SEGMENTS = 4
 
+ROWS = ("q", "k", "v", "g", "beta", "grad_o")
+"""Inputs [B, T, ..] of a call."""
+
 JOIN_PRECISION = "tf32x3"
 """Precision of the products that join segments."""
 
@@ -452,11 +455,10 @@ def as_segments(request: Request, rows: int) -> Request:
 
     Segments of one length of one sequence are a batch; others are packed sequences.
     """
-    names = ("q", "k", "v", "g", "beta", "grad_o")
     if several(request) or request.T % rows:
-        parts = {n: in_one(x) for n in names if request.B > 1 and (x := getattr(request, n)) is not None}
+        parts = {n: in_one(x) for n in ROWS if request.B > 1 and (x := getattr(request, n)) is not None}
         return changed(packed_segments(request, rows, v_first=True), **parts)
-    parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}
+    parts = {n: in_parts(x, request.T // rows) for n in ROWS if (x := getattr(request, n)) is not None}
     return changed(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
 
 

@@ -49,13 +49,12 @@ from kda_core_nvidia.choose.backward import (
     mildest,
     rows_readable,
 )
-from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
+from kda_core_nvidia.choose.chunk import ROWS, HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of
 from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.segments import (
     KEPT,
-    ROWS,
     Segments,
     add_first_segments,
     cut_into_segments,

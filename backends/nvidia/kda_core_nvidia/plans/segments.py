@@ -14,15 +14,12 @@ from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.plan import Builder, View, changed, matrix_tile, token_tile
 from kda_core.triton_lib.segments import one_token_axis, segments_each, write_bounds, write_segments
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, most_of_several, split_scale
+from kda_core_nvidia.choose.chunk import JOIN_PRECISION, ROWS, TransitionsHopperConfig, most_of_several, split_scale
 from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import first_segments_kernel, join_kernel, reverse_transitions_kernel, transitions_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
-
-ROWS = ("q", "k", "v", "g", "beta", "grad_o")
-"""Inputs [B, T, ..] of a call."""
 
 JOIN_ROWS = 16
 """Value channels of a program of ``join_kernel``, and of ``first_segments_kernel``."""
