@@ -228,11 +228,9 @@ def inference(case: Case) -> Request:
             changed["has_initial_state"] = torch.empty(r.N, dtype=torch.bool)
             changed |= {"final_state_indices": changed["ssm_state_indices"], "final_state_pool": r.initial_state}
             if "checkpoints" in case.tags:
+                every = 48 if "pieces" in case.tags else r.chunk_size
                 table = torch.empty(r.N, 2, dtype=case.index_dtype)
-                changed |= {
-                    "checkpoint_indices": table,
-                    "checkpoint_every": 48 if "pieces" in case.tags else r.chunk_size,
-                }
+                changed |= {"checkpoint_indices": table, "checkpoint_every": every}
     if case.lengths:
         # Shapes of intermediate states follow from the values.
         bounds = torch.tensor([0, *case.lengths]).cumsum(0).to(case.index_dtype)

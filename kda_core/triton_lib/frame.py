@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kda_core.request import Request
-from kda_core.triton_lib.arguments import gate_kind, has_contiguous_rows, named_state_strides
+import torch
+
+from kda_core.request import DecodeStepRequest, Request
+from kda_core.triton_lib.arguments import decays_bounded, gate_kind, has_contiguous_rows, named_state_strides
 from kda_core.triton_lib.layout import CHUNK, padded, piece_rows
+from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, View, changed
 
 
@@ -44,9 +47,10 @@ def names(r: Request) -> dict[str, Any]:
         "s_has": 0 if r.has_initial_state is None else r.has_initial_state.stride(0), "scale": float(r.scale),
         "lower_bound": float(r.lower_bound or 0.0), "T": r.T, "N": r.N, "H": r.H, "HV": r.HV, "group": group,
         "GROUP": group, "chunks": chunks, "NT": chunks, "K": r.K, "V": r.V, "KP": padded(r.K), "VP": padded(r.V),
-        "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "L2NORM": r.use_qk_l2norm_in_kernel,
-        "SIGMOID": r.use_beta_sigmoid_in_kernel, "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel,
-        "NEG_EIGVAL": r.allow_neg_eigval, "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0,
+        "C": CHUNK, "V_FIRST": r.state_v_first, "GATE": gate_kind(r), "BOUNDED": decays_bounded(r),
+        "L2NORM": r.use_qk_l2norm_in_kernel, "SIGMOID": r.use_beta_sigmoid_in_kernel,
+        "BETA_SIGMOID": r.use_beta_sigmoid_in_kernel, "NEG_EIGVAL": r.allow_neg_eigval,
+        "BETA_SCALE": 2.0 if r.allow_neg_eigval else 1.0, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
     }  # fmt: skip
 
 
@@ -56,15 +60,20 @@ def outputs(b: Builder, r: Request, any_strides: bool = False) -> tuple[View, Vi
     Args:
         any_strides: kernels take every stride of value channels.
     """
-    o = r.out
-    if o is None or not (any_strides or has_contiguous_rows(o)):
-        o = (b.result if o is None else b.scratch)("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
+    o = r.out if any_strides and r.out else output(b, r.out, (r.B, r.T, r.HV, r.V), r.q.dtype)
     if r.inplace_final_state:
         return o, getattr(r, r.written_states) if r.written_states and r.update_state else None
     return o, b.result("final_state", r.state_shape, r.state_dtype) if r.output_final_state else None
 
 
-def finish_output(b: Builder, r: Request, o: View) -> View:
+def output(b: Builder, out: View | None, shape: tuple[int, ...], dtype: torch.dtype) -> View:
+    """The caller's buffer if its rows are contiguous, else room that ``finish_output`` copies to it if there is one."""
+    if out is not None and has_contiguous_rows(out):
+        return out
+    return (b.result if out is None else b.scratch)("o", shape, dtype)
+
+
+def finish_output(b: Builder, r: Request | DecodeStepRequest, o: View) -> View:
     """The result, in the caller's buffer if there is one."""
     if r.out is not None and o is not r.out:
         b.step(Copy(r.out, o))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from kda_core.request import DecodeStepRequest, GatedNormRequest, LayerRequest, Request, ShortConvolutionRequest
-from kda_core.triton_lib.arguments import has_contiguous_rows
 from kda_core.triton_lib.convolution_kernels import convolution_backward_kernel, convolution_forward_kernel
 from kda_core.triton_lib.decode_kernels import convolution_step_kernel, norm_step_kernel
+from kda_core.triton_lib.frame import finish_output, output
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.norm_kernels import norm_backward_kernel, norm_forward_kernel
 from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, contiguous_strides, input_layouts
@@ -132,6 +132,17 @@ def _norm(r: GatedNormRequest, lanes: int, warps: int) -> Plan:
     return b.plan(input_layouts(r), grads)
 
 
+def convolved(r: DecodeStepRequest, y: View) -> list[View]:
+    """q, k and v as parts of ``y`` [N, T, D]."""
+    N, T, HV, K = r.g.shape
+    found, offset = [], 0
+    for heads, size in ((r.H, K), (r.H, K), (HV, r.V)):
+        aligned = offset * y.itemsize % 16 == 0
+        found.append(View(y.source, (N, T, heads, size), (*y.strides[:2], size, 1), y.dtype, offset, aligned))
+        offset += heads * size
+    return found
+
+
 def plan_decode_step(
     r: DecodeStepRequest, add_recurrence: Callable[[Builder, Request], object], lanes: int, **options: Any
 ) -> Plan:
@@ -144,10 +155,10 @@ def plan_decode_step(
     """
     b = Builder()
     N, T, D = r.x.shape
-    HV, K, H, V, dtype = r.g.shape[2], r.g.shape[3], r.H, r.V, r.x.dtype
+    HV, V, dtype = r.g.shape[2], r.V, r.x.dtype
     indices = r.indices
     every_token = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
-    x, o, accepted = b.rows(r.x), r.out, b.dense(r.accepted)
+    x, accepted = b.rows(r.x), b.dense(r.accepted)
     inputs = None if r.commit_inputs is None else b.rows(r.commit_inputs)
     y = b.scratch("y", (N, T, D), dtype)
     named = {
@@ -162,14 +173,10 @@ def plan_decode_step(
         "BD": lanes * STEP_WARPS, "EVERY_TOKEN": every_token,
     }  # fmt: skip
     b.pick(convolution_step_kernel, N * -(-D // named["BD"]), STEP_WARPS, named)
-    if o is None or not has_contiguous_rows(o):
-        o = (b.result if o is None else b.scratch)("o", (N, T, HV, V), dtype)
+    o = output(b, r.out, (N, T, HV, V), dtype)
     rows = o if r.norm_gate is None else b.scratch("rows", (N, T, HV, V), dtype)
-    q, k, v = (
-        View(y.source, (N, T, heads, size), (T * D, D, size, 1), dtype, offset, offset * dtype.itemsize % 16 == 0)
-        for heads, size, offset in ((H, K, 0), (H, K, H * K), (HV, V, 2 * H * K))
-    )
-    add_recurrence(b, r.recurrence(q, k, v, r.state if indices is not None else r.state.cut(0, slice(0, N)), rows))
+    state = r.state if indices is not None else r.state.cut(0, slice(0, N))
+    add_recurrence(b, r.recurrence(*convolved(r, y), state, rows))
     if r.norm_gate is not None:
         gate, VP, R = b.rows(r.norm_gate), padded(V), N * T * HV
         of_program = max(1, lanes * STEP_WARPS * STEP_ELEMENTS // VP)
@@ -180,6 +187,5 @@ def plan_decode_step(
             "eps": float(r.norm_eps), "HV": HV, "V": V, "VP": VP, "ROWS": of_program, "OVERLAP": overlap,
         }  # fmt: skip
         b.pick(norm_step_kernel, -(-R // of_program), STEP_WARPS, named, **options)
-    if r.out is not None and o is not r.out:
-        b.step(Copy(r.out, o))
+    finish_output(b, r, o)
     return b.plan(input_layouts(r), {"o": o if r.out is None else None})

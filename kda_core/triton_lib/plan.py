@@ -83,9 +83,7 @@ class View(NamedTuple):
 
     def contiguous(self) -> View:
         """Layout of a contiguous copy; itself if it is contiguous."""
-        if self.is_contiguous():
-            return self
-        return View(self.source, self.shape, contiguous_strides(self.shape), self.dtype)
+        return self if self.is_contiguous() else dense_view(self.source, self.shape, self.dtype)
 
     def cut(self, axis: int, rows: slice | None) -> View:
         """``x[..., rows, ...]`` along an axis; itself for None."""
@@ -103,6 +101,11 @@ class View(NamedTuple):
         order = (*first, columns, rows)
         shape, strides = ([x[i] for i in order] for x in (self.shape, self.strides))
         return self._replace(shape=tuple(shape), strides=tuple(strides))
+
+
+def dense_view(source: str, shape: Sequence[int], dtype: torch.dtype) -> View:
+    """All of a contiguous tensor."""
+    return View(source, tuple(shape), contiguous_strides(shape), dtype)
 
 
 class Tile(NamedTuple):
@@ -163,16 +166,11 @@ Argument = View | Tile | int | float | None
 
 
 @cache
-def constants_of(kernel: Any) -> tuple[str, ...]:
-    """Names of a jitted function's parameters that are constants, in order."""
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a jitted function's parameters, in order: those that are no constants, and those that are."""
     parameters = inspect.signature(kernel.fn).parameters.values()
-    return tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
-
-
-@cache
-def _others(kernel: Any) -> tuple[str, ...]:
-    """Names of a jitted function's parameters that are no constants, in order."""
-    return tuple(n for n in kernel.arg_names if n not in constants_of(kernel))
+    constants = tuple(x.name for x in parameters if "constexpr" in str(x.annotation))
+    return tuple(n for n in kernel.arg_names if n not in constants), constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +283,7 @@ class Plan:
     def whole(self, name: str) -> View:
         """The layout of all of an input or a buffer."""
         b = self.buffers.get(name)
-        return self.inputs[name] if b is None else View(name, b.shape, contiguous_strides(b.shape), b.dtype)
+        return self.inputs[name] if b is None else dense_view(name, b.shape, b.dtype)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -344,7 +342,7 @@ class Builder:
             number, unique = number + 1, f"{name} {number}"
         now = len(self._epochs) - 1
         self._buffers[unique] = Buffer(unique, tuple(shape), dtype, role, (now, -1), zeros)
-        return View(unique, tuple(shape), contiguous_strides(shape), dtype)
+        return dense_view(unique, shape, dtype)
 
     def result(self, name: str, shape: Sequence[int], dtype: torch.dtype, zeros: bool = False) -> View:
         """A tensor that outlives the call."""
@@ -354,7 +352,7 @@ class Builder:
         """A part of a result of bytes, which becomes as long as all its parts: one allocation for many tensors."""
         if result not in self._buffers:
             self.result(result, (0,), torch.uint8)
-        buffer, x = self._buffers[result], View(result, tuple(shape), contiguous_strides(shape), dtype)
+        buffer, x = self._buffers[result], dense_view(result, shape, dtype)
         (start,) = buffer.shape
         self._buffers[result] = buffer._replace(shape=(start + -(-x.nbytes // ALIGNMENT) * ALIGNMENT,))
         return x._replace(offset=start // x.itemsize)
@@ -397,8 +395,7 @@ class Builder:
         x, y, z = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
         if not x * y * z:
             return
-        arguments = {n: named[n] for n in _others(kernel) if n in named}
-        constants = {n: named[n] for n in constants_of(kernel) if n in named}
+        arguments, constants = ({n: named[n] for n in names if n in named} for names in _parameters(kernel))
         self.step(Launch(kernel, (x, y, z), arguments, {**constants, **options}, num_warps))
 
     def rows(self, x: View) -> View:

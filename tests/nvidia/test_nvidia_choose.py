@@ -305,12 +305,16 @@ def test_gradients_take_pairs_of_slots():
 
 def test_bounded_decays():
     """Promised, or by a bound of the gate of at least −5; only bfloat16 can use them."""
-    gate = {"use_gate_in_kernel": True}
-    assert forward_on(90, request(safe_gate=True)).bounded
-    assert forward_on(90, request(lower_bound=-5.0, **gate)).bounded
-    assert not forward_on(90, request(lower_bound=-5.5, safe_gate=True, **gate)).bounded
-    assert not forward_on(90, request(safe_gate=True, dtype=FP16)).bounded
-    assert not forward_on(90, request(**gate)).bounded
+
+    def bounded(**options: Any) -> bool:
+        return plan_of(request(**options), CHIPS[90]).launches[0].constants["BOUNDED"]
+
+    gate = {"use_gate_in_kernel": True, "A_log": torch.empty(4, device="meta")}
+    assert bounded(safe_gate=True)
+    assert bounded(lower_bound=-5.0, **gate)
+    assert not bounded(lower_bound=-5.5, safe_gate=True, **gate)
+    assert not bounded(safe_gate=True, dtype=FP16)
+    assert not bounded(**gate)
 
 
 def test_which_calls_the_prepare_for_hopper_takes():

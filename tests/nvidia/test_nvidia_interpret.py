@@ -84,7 +84,10 @@ def run_bounded(**call):
 
     request = Request(op="chunk_kda", scale=call["q"].shape[-1] ** -0.5, **call)
     r = metadata(request)
-    made = run_plan(plan_forward(r, replace(choose_forward(r, INTERPRETED), bounded=True)), request)
+    plan = plan_forward(r, choose_forward(r, INTERPRETED))
+    first, *others = plan.launches
+    first = replace(first, constants={**first.constants, "BOUNDED": True})
+    made = run_plan(replace(plan, epochs=((first, *others),)), request)
     return made["o"], made["final_state"]
 
 

@@ -31,7 +31,7 @@ def chip(device: torch.device) -> Chip:
     if INTERPRET:
         return INTERPRETED
     properties = torch.cuda.get_device_properties(device)
-    return Chip((properties.major, properties.minor), properties.multi_processor_count)
+    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
 
 
 _entries: dict[Any, _Again | None] = {}

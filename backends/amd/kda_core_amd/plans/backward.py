@@ -52,7 +52,6 @@ def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
     r = write_bounds(b, call, packed_segments(call, rows, v_first=False), rows) if rows else call
     f = Frame(b, r, chip)
     names = f.names
-    names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)
     names["dv"] = b.result("dv", r.v.shape, r.v.dtype)
     add_prepare(f, names["dv"], backward=True)
     if rows:

@@ -43,11 +43,8 @@ def saved_specs(r: Request, chip: Architecture) -> tuple[TensorSpec, ...]:
 
 def _frame(b: Builder, r: Request, chip: Architecture) -> Frame:
     """The call in segments as sequences, states K first and none given."""
-    rows = fragment_rows(r)
-    if not rows:
-        return Frame(b, replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False), chip)
-    r = replace(r, cu_seqlens=b.dense(r.cu_seqlens))
-    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=False), rows), chip)
+    rows, r = fragment_rows(r), replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False)
+    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=False), rows) if rows else r, chip)
 
 
 def _add_chain(
@@ -96,16 +93,10 @@ def plan_finish(r: Request, chip: Architecture) -> Plan:
     return b.plan(input_layouts(r), results | ({"starts": states} if r.save_for_backward else {}))
 
 
-def _backward(b: Builder, r: Request, chip: Architecture) -> Frame:
-    f = _frame(b, r, chip)
-    f.names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)
-    return f
-
-
 def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
     """The first half of a backward; results: matrices (none: those of the forward), additions, and what it keeps."""
     b = Builder()
-    f = _backward(b, r, chip)
+    f = _frame(b, r, chip)
     dv = b.result("dv", r.v.shape, r.v.dtype)
     add_prepare(f, dv, backward=True, new=b.result)
     transitions, additions = add_transitions(f), add_reverse_transitions(f)
@@ -121,7 +112,7 @@ def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
     """
     b = Builder()
     starts, dv, keys, P, D, X, transitions, additions, ends = r.saved
-    f = _backward(b, r, chip)
+    f = _frame(b, r, chip)
     f.names |= {"dv": dv, "keys": keys, "P": P, "D": D, "X": X}
     last = b.scratch("gradients at ends", starts.shape, torch.float32)
     grad_starts = ends_of(b, r, "dinitial_state", torch.float32) if "initial_state" in r.needs_grad else None

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import decays_bounded
 from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder
@@ -30,9 +29,11 @@ class Frame:
         self.b, self.r, self.chip = b, readable(b, r), chip
         terms, dot, small_dot = dot_widths(r.q.dtype, chip)
         self.names = names(self.r) | {
-            "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel, r.scale), "BOUNDED": decays_bounded(r), "TERMS": terms,
-            "DOT": dot, "SMALL_DOT": small_dot, "FEW_REGISTERS": chip.wave == 32,
+            "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel, r.scale), "TERMS": terms, "DOT": dot,
+            "SMALL_DOT": small_dot, "FEW_REGISTERS": chip.wave == 32,
         }  # fmt: skip
+        if r.needs_grad:
+            self.names["do"] = b.scratch("do", r.v.shape, r.v.dtype, True) if r.grad_o is None else b.rows(r.grad_o)
 
     def config(self, kernel: str, dtype: torch.dtype | None = None) -> Config:
         """The configuration of a kernel for operands of ``dtype``, q's when left out."""

@@ -9,10 +9,10 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import decays_bounded, has_contiguous_rows
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View, changed, contiguous_strides
+from kda_core.triton_lib.plan import View, changed, dense_view
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.fragments import as_fragments, at_once, fragment_rows, fragment_transitions
+from kda_core_nvidia.choose.fragments import at_once, cut_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,7 @@ def gradients_on_hopper(r: Request, chip: Chip) -> bool:
         and r.K in (128, 256)
         and r.grad_o.dtype == r.q.dtype
         and r.B * r.T > 0
-        # Rows of a descriptor are counted in 32 bits.
-        and slots(r) * r.HV * r.V < 2**31
+        and chunk.countable(slots(r) * r.HV * r.V)
     )
 
 
@@ -194,11 +193,8 @@ def gradients_persistent(r: Request, rows: int) -> bool:
 
 
 MOST_OVERLAP = 2048
-"""Slots times heads, at most, of calls whose kernels of the backward may start before the one ahead ends.
-
-Larger ones are slower by it, (1, 8192, 32) takes 994 instead of 956 µs a step: probably because the programs of a head,
-which read the same keys, no longer start together.
-"""
+"""Slots times heads, at most, of calls whose kernels of the backward may start before the one ahead ends. Larger ones
+are slower by it, probably because the programs of a head, which read the same keys, no longer start together."""
 
 LEAST_KEPT = 32
 """Sequences times value heads, at least: with 32 a step gains 5%, with 64 10%; fewer were not measured."""
@@ -218,8 +214,7 @@ def keeps_states(r: Request, chip: Chip) -> bool:
         and r.N * r.HV >= LEAST_KEPT
         and not chunk.short(r)
         and r.B * r.T > 0
-        # Rows of a descriptor are counted in 32 bits.
-        and slots(r) * r.HV * 128 < 2**31
+        and chunk.countable(slots(r) * r.HV * 128)
         and gradients_persistent(r, r.T * r.HV)
     )
 
@@ -230,7 +225,7 @@ class BackwardChoice:
 
     Attributes:
         halves: choices for each half of the heads, where they run one after the other; else ().
-        segment_rows, bounded, precision, transitions: as in ``ForwardChoice``.
+        segment_rows, precision, transitions: as in ``ForwardChoice``.
         prepare: of the second ``prepare``.
         turns: the sequences of each turn.
         states, reverse: the recurrences.
@@ -243,7 +238,6 @@ class BackwardChoice:
 
     halves: tuple[BackwardChoice, ...]
     segment_rows: int
-    bounded: bool
     precision: chunk.Precision
     prepare: chunk.PrepareConfig | chunk.PrepareHopperConfig
     turns: Turns
@@ -268,11 +262,9 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     """
     if request.grad_o is None:
         # Zeros stand for it.
-        request = changed(request, grad_o=_dense_like(request.v, "do"))
+        request = changed(request, grad_o=dense_view("do", request.v.shape, request.v.dtype))
     fragments = bool(request.cp_context)
-    rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments or rows else request
-    transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
+    rows, r, transitions = cut_for(request, chip)
     K, V, HV, T, dtype = r.K, r.V, r.HV, r.T, r.q.dtype
     KP, VP = padded(K), padded(V)
     do = _as_read(r.grad_o)
@@ -306,13 +298,13 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
     descriptors = chip.descriptors and dtype.itemsize == 2 and many <= most * HV < 2**31 // max(VP, CHUNK)
     # Rows of the call's own tensors only where no block reaches beyond a sequence, or beyond a head's channels.
     tokens = descriptors and r.cu_seqlens is None and T % CHUNK == 0 and VP == V and do.dtype == dtype
-    dv = _dense_like(r.v, "dv")
+    dv = dense_view("dv", r.v.shape, r.v.dtype)
     tokens = tokens and all(chunk.row_aligned(x.cut(0, t)) for t in turns for x in (do, dv))
     halves: tuple[BackwardChoice, ...] = ()
     if not (half or fragments or paired) and halved(request, chip):
         halves = tuple(choose_backward(heads_of(request, i), chip, half=True, many=many) for i in (0, 1))
     return BackwardChoice(
-        halves, segment_rows=rows, bounded=decays_bounded(r), precision=chunk.precision(dtype, chip),
+        halves, segment_rows=rows, precision=chunk.precision(dtype, chip),
         prepare=chunk.choose_prepare(r, chip, again=bool(r.saved)), turns=turns, states=states, reverse=reverse,
         kept=kept, gradients=gradients, operand=chip.arch == 90 and config.recurrences.block_v >= 64,
         descriptors=descriptors, tokens=tokens, transitions=transitions,
@@ -324,7 +316,3 @@ def choose_backward(request: Request, chip: Chip, half: bool = False, many: int 
 def _as_read(x: View) -> View:
     """``x`` as the backward's kernels get it."""
     return x if rows_readable(x) else x.contiguous()
-
-
-def _dense_like(x: View, name: str) -> View:
-    return View(name, x.shape, contiguous_strides(x.shape), x.dtype)

@@ -10,24 +10,19 @@ class Chip:
     """Facts of a device.
 
     Attributes:
-        capability: compute capability, (major, minor).
+        arch: 90 for sm_90.
         multiprocessors: how many there are.
         interpreted: Triton's interpreter stands in for the chip; it runs no kernel written in Gluon, and its products
             are exact.
     """
 
-    capability: tuple[int, int]
+    arch: int
     multiprocessors: int
     interpreted: bool = False
 
     @property
     def major(self) -> int:
-        return self.capability[0]
-
-    @property
-    def arch(self) -> int:
-        """90 for sm_90."""
-        return 10 * self.capability[0] + self.capability[1]
+        return self.arch // 10
 
     @property
     def name(self) -> str:
@@ -36,12 +31,12 @@ class Chip:
     @property
     def descriptors(self) -> bool:
         """Whether tiles are loaded through descriptors (sm_90 and later)."""
-        return self.capability >= (9, 0)
+        return self.arch >= 90
 
     @property
     def hopper(self) -> bool:
         """Whether kernels written in Gluon for Hopper run."""
-        return self.capability == (9, 0) and not self.interpreted
+        return self.arch == 90 and not self.interpreted
 
     @property
     def overlaps(self) -> bool:
@@ -58,8 +53,8 @@ SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 1
 
 _MULTIPROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 160, 110: 20, 120: 188, 121: 48}
 
-CHIPS = {arch: Chip((arch // 10, arch % 10), count) for arch, count in _MULTIPROCESSORS.items()}
+CHIPS = {arch: Chip(arch, count) for arch, count in _MULTIPROCESSORS.items()}
 """The largest chip of each architecture."""
 
-INTERPRETED = Chip((9, 0), 132, interpreted=True)
+INTERPRETED = Chip(90, 132, interpreted=True)
 """The interpreter stands in for a Hopper chip, so that descriptors are exercised."""

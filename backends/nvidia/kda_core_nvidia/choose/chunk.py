@@ -11,7 +11,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import View, changed, contiguous_strides
+from kda_core.triton_lib.plan import View, changed, dense_view
 from kda_core.triton_lib.segments import in_one, packed_segments
 from kda_core_nvidia.choose.chip import Chip
 
@@ -124,18 +124,8 @@ class TransitionsHopperConfig:
     join_stages: int = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How float32 numbers enter the products of the forward.
-
-    Attributes:
-        terms: 16-bit terms of a decay.
-        dot, small_dot: precision of large products and of 16×16 products.
-    """
-
-    terms: int
-    dot: str
-    small_dot: str
+Precision = tuple[int, str, str]
+"""How float32 numbers enter the forward's products: 16-bit terms of a decay, precision of large and 16×16 products."""
 
 
 def precision(dtype: torch.dtype, chip: Chip) -> Precision:
@@ -143,9 +133,9 @@ def precision(dtype: torch.dtype, chip: Chip) -> Precision:
     if dtype == torch.float32:
         # Three bfloat16 parts hold all of a float32; of two tf32 parts the lower is cut, which single products show.
         # Six bfloat16 products take what three of tf32 do. (The interpreter multiplies float32 whatever it is told.)
-        return Precision(1, "ieee", "ieee") if chip.interpreted else Precision(3, "bf16x6", "bf16x6")
+        return (1, "ieee", "ieee") if chip.interpreted else (3, "bf16x6", "bf16x6")
     # tf32 operands are cut to 11 bits, not rounded: a bias that bfloat16 results hide and float16 ones do not.
-    return Precision(2, "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3")
+    return (2, "tf32", "tf32" if dtype == torch.bfloat16 else "tf32x3")
 
 
 def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
@@ -212,8 +202,7 @@ def choose_prepare(r: Request, chip: Chip, again: bool = False) -> PrepareConfig
         and r.g.dtype in _PREPARE_HOPPER
         and r.K in (128, 256)
         and r.B * r.T > 0
-        # Rows of a descriptor and programs are counted in 32 bits.
-        and slots(r) * r.HV * 3 * CHUNK < 2**31
+        and countable(slots(r) * r.HV * 3 * CHUNK)
     )
     if not hopper:
         return prepare_config(r.K, r.q.dtype, again)
@@ -270,6 +259,11 @@ def hopper_config(kernel: str, chip: Chip, KP: int, V: int, heads: int, short: b
     return _HOPPER_CONFIGS[kernel, KP, 128 if wide else 64]
 
 
+def countable(rows: int) -> bool:
+    """Whether a descriptor can have so many rows, which it counts in 32 bits, as grids do programs: one at least."""
+    return 0 < rows < 2**31
+
+
 def row_aligned(x: View) -> bool:
     """Whether ``x`` [B, T, H, D] is a matrix of B · T rows of which blocks can be copied through a descriptor."""
     s_b, s_t, s_h, s_last = x.strides
@@ -282,14 +276,13 @@ def row_aligned(x: View) -> bool:
         and 0 <= s_h * (H - 1) <= s_t - D
         # Offsets within a chunk are counted in 32 bits.
         and s_t * CHUNK < 2**31
-        # A descriptor is of one row at least.
-        and 0 < B * T < 2**31
+        and countable(B * T)
     )
 
 
 def as_copied(x: View) -> View:
     """``x``, or the layout of the copy that a plan makes of rows which bulk copies cannot take."""
-    return x if row_aligned(x) else View(x.source, x.shape, contiguous_strides(x.shape), x.dtype)
+    return x if row_aligned(x) else dense_view(x.source, x.shape, x.dtype)
 
 
 def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int, rows: View) -> bool:
@@ -304,8 +297,7 @@ def serves(chip: Chip, dtype: torch.dtype, count: int, HV: int, KP: int, V: int,
         and dtype.itemsize == 2
         and KP in (128, 256)
         and V in (64, 128, 256)
-        # Rows of a descriptor are counted in 32 bits.
-        and 0 < count * HV * max(3 * CHUNK, V) < 2**31
+        and countable(count * HV * max(3 * CHUNK, V))
         and row_aligned(rows)
     )
 
@@ -314,6 +306,9 @@ LEAST_ROWS = 2048
 """Rows of a segment, at least: shorter ones spend more on their transitions than they save."""
 
 LEAST_SEGMENTS = 4
+
+ROWS = ("q", "k", "v", "g", "beta", "grad_o")
+"""Inputs [B, T, ..] of a call."""
 
 JOIN_PRECISION = "tf32x3"
 """Precision of the products that join segments."""
@@ -339,8 +334,7 @@ def cut_on_hopper(r: Request, chip: Chip) -> bool:
         chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
-        # Rows of a descriptor are counted in 32 bits.
-        and (rows // CHUNK + rows // LEAST_ROWS_HOPPER + MOST_PROGRAMS) * r.HV * 3 * CHUNK < 2**31
+        and countable((rows // CHUNK + rows // LEAST_ROWS_HOPPER + MOST_PROGRAMS) * r.HV * 3 * CHUNK)
     )
 
 
@@ -461,22 +455,18 @@ def as_segments(request: Request, rows: int) -> Request:
 
     Segments of one length of one sequence are a batch; others are packed sequences.
     """
-    names = ("q", "k", "v", "g", "beta", "grad_o")
     if several(request) or request.T % rows:
-        parts = {n: in_one(x) for n in names if request.B > 1 and (x := getattr(request, n)) is not None}
+        parts = {n: in_one(x) for n in ROWS if request.B > 1 and (x := getattr(request, n)) is not None}
         return changed(packed_segments(request, rows, v_first=True), **parts)
-    parts = {n: in_parts(x, request.T // rows) for n in names if (x := getattr(request, n)) is not None}
+    parts = {n: in_parts(x, request.T // rows) for n in ROWS if (x := getattr(request, n)) is not None}
     return changed(request, **parts, initial_state=None, grad_final_state=None, state_v_first=True)
 
 
-def transitions_of(r: Request, chip: Chip) -> BlockConfig | TransitionsHopperConfig:
-    """The kernels that join the segments of a call, by their configuration."""
-    return TransitionsHopperConfig() if cut_on_hopper(r, chip) else transitions_config(chip, padded(r.K), padded(r.V))
-
-
-def transitions_config(chip: Chip, kp: int, vp: int) -> BlockConfig:
-    """Configuration of both transition kernels: rows of a program, warps, stages."""
-    block = min(kp, vp, 64)
+def transitions_of(r: Request, chip: Chip, hopper: bool) -> BlockConfig | TransitionsHopperConfig:
+    """Configuration of the kernels that join segments; of the plain ones rows of a program, warps, stages."""
+    if hopper:
+        return TransitionsHopperConfig()
+    kp, block = padded(r.K), min(padded(r.K), padded(r.V), 64)
     if chip.major == 9:
         return BlockConfig(block, 8 if kp > 128 else max(4, block // 16), 2 if kp > 128 else 3)
     if chip.major == 10:

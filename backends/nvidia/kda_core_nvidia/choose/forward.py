@@ -13,7 +13,7 @@ from kda_core.triton_lib.segments import in_pieces
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.chip import Chip
-from kda_core_nvidia.choose.fragments import as_fragments, at_once, fragment_rows, fragment_slots, fragment_transitions
+from kda_core_nvidia.choose.fragments import at_once, cut_for, fragment_slots
 
 
 def recurrence_config(chip: Chip, dtype: torch.dtype, K: int, V: int, heads: int, h: bool = False) -> chunk.BlockConfig:
@@ -48,7 +48,6 @@ class ForwardChoice:
     Attributes:
         segment_rows: rows of each segment; 0: sequences, or fragments of a call in halves, are not cut.
         saved_slots: slots of what is saved for a backward that recomputes.
-        bounded: decays are known to be at least −5 a row.
         descriptors: the plain recurrence reads keys through descriptors.
         transitions: of the kernels that join segments.
         keeps_states: the recurrence stores z and states for a backward.
@@ -61,7 +60,6 @@ class ForwardChoice:
     precision: chunk.Precision
     segment_rows: int
     saved_slots: int
-    bounded: bool
     descriptors: bool
     transitions: chunk.BlockConfig | chunk.TransitionsHopperConfig
     keeps_states: bool
@@ -120,10 +118,8 @@ def followed(r: Request, prepare: chunk.PrepareHopperConfig, chip: Chip) -> chun
 def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
     """How a forward of ``chunk_kda`` runs on ``chip``; ``request`` is metadata alone."""
     fragments = bool(request.cp_context)
-    rows = fragment_rows(request) if fragments else chunk.segment_rows(request, chip)
-    r = as_fragments(request, rows) if fragments or rows else request
+    rows, r, transitions = cut_for(request, chip)
     cut = in_pieces(r)
-    transitions = fragment_transitions(r, chip) if fragments else chunk.transitions_of(r, chip)
     K, V, dtype = r.K, r.V, r.q.dtype
     h, kept = request.return_intermediate_states, request.checkpoint_indices is not None
     KP, count, heads = padded(K), slots(cut), at_once(request, r) * r.HV
@@ -142,9 +138,8 @@ def choose_forward(request: Request, chip: Chip) -> ForwardChoice:
         recurrence = recurrence_config(chip, dtype, K, V, heads, h or kept)
     return ForwardChoice(
         prepare, recurrence, chunk.precision(dtype, chip), segment_rows=rows,
-        saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request), bounded=decays_bounded(r),
-        # Rows of a descriptor are counted in 32 bits.
-        descriptors=chip.descriptors and 0 < count * r.HV * 3 * CHUNK < 2**31, transitions=transitions,
+        saved_slots=fragment_slots(request) if fragments else chunk.saved_slots(request),
+        descriptors=chip.descriptors and chunk.countable(count * r.HV * 3 * CHUNK), transitions=transitions,
         # Calls that are cut have another kernel ahead, which writes the initial states.
         keeps_states=keeps, overlap=chip.overlaps and not (fragments or rows), most_programs=4 * chip.multiprocessors,
     )  # fmt: skip

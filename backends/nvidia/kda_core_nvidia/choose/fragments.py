@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.layout import CHUNK, padded, slots
+from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import changed
 from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves, segments_of
 from kda_core_nvidia.choose import chunk
@@ -76,14 +76,19 @@ def fragment_starts_shape(r: Request) -> tuple[int, ...]:
     return (segments_of(r, fragment_rows(r)), r.HV, r.V, r.K)
 
 
-def fragment_transitions(r: Request, chip: Chip) -> chunk.BlockConfig | chunk.TransitionsHopperConfig:
-    """The kernels of the transitions, by their configuration; ``r``: the call in segments."""
+def cut_for(request: Request, chip: Chip) -> tuple[int, Request, chunk.BlockConfig | chunk.TransitionsHopperConfig]:
+    """Rows of each segment, or 0; the call in segments or fragments, or itself; what joins them, by configuration."""
+    if not request.cp_context:
+        rows = chunk.segment_rows(request, chip)
+        r = as_fragments(request, rows) if rows else request
+        return rows, r, chunk.transitions_of(r, chip, chunk.cut_on_hopper(r, chip))
+    rows = fragment_rows(request)
+    r = as_fragments(request, rows)
     hopper = (
         chip.hopper
         and r.q.dtype == torch.bfloat16
         and r.K == r.V == 128
-        # Rows of a descriptor are counted in 32 bits.
-        and 0 < slots(r) * r.HV * 3 * CHUNK < 2**31
-        and 0 < r.B * r.T < 2**31
+        and chunk.countable(slots(r) * r.HV * 3 * CHUNK)
+        and chunk.countable(r.B * r.T)
     )
-    return chunk.TransitionsHopperConfig() if hopper else chunk.transitions_config(chip, padded(r.K), padded(r.V))
+    return rows, r, chunk.transitions_of(r, chip, hopper)

@@ -109,24 +109,16 @@ MOST_LAYER_DRAFTS = 512
 """States N · HV in bfloat16 whose drafts one launch takes; for more, three are faster (H200: 1024 48 and 44 µs)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksConfig:
-    """Launch configuration of ``blocks_recurrence``: value channels of a program, and its warps."""
-
-    block_v: int
-    num_warps: int
-
-
-def blocks_config(chip: Chip, K: int, V: int) -> BlocksConfig:
-    """Configuration of a prompt; it depends on no number of sequences."""
+def blocks_config(chip: Chip, K: int, V: int) -> tuple[int, int]:
+    """Value channels and warps of a program of ``blocks_recurrence``; they depend on no number of sequences."""
     if K > 128:
         # Four warps share the channels: the state of one would not fit its registers.
-        return BlocksConfig(16, 4)
+        return 16, 4
     if chip.major != 9:
         # Only wgmma holds more without spills.
-        return BlocksConfig(16, 2)
+        return 16, 2
     block_v = min(padded(V), 64)
-    return BlocksConfig(block_v, block_v // 16)
+    return block_v, block_v // 16
 
 
 def recurrent_config(
@@ -271,6 +263,7 @@ class Prompts:
     """How sequences of more than SHORT tokens run.
 
     Attributes:
+        block_v, num_warps: of a program of ``blocks_recurrence``.
         slots: blocks of rows; a bound when packed.
         sequences: sequences that ``blocks_recurrence`` has programs for; a bound when packed.
         step: packed: a program takes every ``step``-th long sequence; 0: one each.
@@ -278,7 +271,8 @@ class Prompts:
         terms: 16-bit terms of a decay.
     """
 
-    config: BlocksConfig
+    block_v: int
+    num_warps: int
     slots: int
     sequences: int
     step: int
@@ -322,7 +316,7 @@ def choose_recurrent(r: Request, chip: Chip) -> RecurrentChoice:
 
 def _prompts(r: Request, chip: Chip) -> Prompts:
     N, T = r.N, r.T
-    config = blocks_config(chip, r.K, r.V)
+    block_v, warps = blocks_config(chip, r.K, r.V)
     sequences, slots, step = N, N * -(-T // ROWS.value), 0
     if r.cu_seqlens is not None:
         # Bounds for sequences of at least SHORT + 1 tokens: ROWS + 1 of them fill two blocks.
@@ -330,7 +324,7 @@ def _prompts(r: Request, chip: Chip) -> Prompts:
         if T <= SHORT.value * N:
             # There may be as many long sequences as that, but most likely there are few or none: as many programs as
             # run at once, which is two on a multiprocessor of Hopper.
-            heads = r.HV * -(-r.V // config.block_v)
+            heads = r.HV * -(-r.V // block_v)
             sequences = step = min(sequences, max(1, 2 * chip.multiprocessors // heads))
     bounded = gate_kind(r) == "bounded" and r.lower_bound >= LEAST_BOUNDED_DECAY
-    return Prompts(config, slots, sequences, step, bounded, 1 if chip.interpreted else 3)
+    return Prompts(block_v, warps, slots, sequences, step, bounded, 1 if chip.interpreted else 3)

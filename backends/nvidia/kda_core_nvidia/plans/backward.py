@@ -15,8 +15,7 @@ whose size T and N bound. Sums over value heads and over slots are ordered, so t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +23,6 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind
 from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import (
     Builder,
     Copy,
@@ -51,19 +49,17 @@ from kda_core_nvidia.choose.backward import (
     mildest,
     rows_readable,
 )
-from kda_core_nvidia.choose.chunk import HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, hopper_tiles, kept_of
+from kda_core_nvidia.choose.chunk import ROWS, HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of
 from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
-from kda_core_nvidia.plans.prepare_hopper import aligned
 from kda_core_nvidia.plans.segments import (
     KEPT,
-    ROWS,
-    add_ends,
+    Segments,
     add_first_segments,
-    add_starts,
     cut_into_segments,
     cut_several,
+    hopper_tiles,
 )
 
 FINISH_ELEMENTS = 2048
@@ -83,12 +79,8 @@ def plan_backward(call: Request, choice: BackwardChoice) -> Plan:
         call has them, each in the shape and dtype of its input, contiguous.
     """
     b = Builder()
-    grads = _by_halves(b, call, choice) if choice.halves else _whole(b, call, choice)
+    grads = _by_halves(b, call, choice) if choice.halves else _Backward(b, call, choice, _sums(b.result, call)).add()
     return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
-
-
-def _whole(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
-    return _Backward(b, call, choice, _sums(b, call)).add()
 
 
 def plan_begin_backward(call: Request, choice: BackwardChoice) -> Plan:
@@ -131,7 +123,7 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
     saved, (*kept, ends) = call.saved[:count], call.saved[count:]
     first = changed(call, saved=saved)
     dv, *segments = received(_add_begin(Builder(), first, choice)[2], kept).values()
-    w = _Backward(b, first, choice, _sums(b, call))
+    w = _Backward(b, first, choice, _sums(b.result, call))
     r, (prepared, starts), given = w.r, _prepared_before(w.r), ()
     if not call.disable_recompute:
         keys, D, X, *segments = segments
@@ -154,10 +146,10 @@ def _prepared_before(r: Request) -> tuple[Prepared, View]:
     return Prepared(None, kept.P, None, None, kept.norms), kept.starts
 
 
-def _sums(b: Builder, call: Request) -> dict[str, View]:
-    """Results for the gradients of the gate's parameters."""
+def _sums(make: Callable[..., View], call: Request, suffix: str = "") -> dict[str, View]:
+    """Tensors for the gradients of the gate's parameters."""
     given = {n: x for n in ("A_log", "dt_bias") if (x := getattr(call, n)) is not None and gate_kind(call) != "none"}
-    return {n: b.result(f"d{n}", x.shape, x.dtype) for n, x in given.items()}
+    return {n: make(f"d{n}{suffix}", x.shape, x.dtype) for n, x in given.items()}
 
 
 def _by_halves(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
@@ -168,24 +160,22 @@ def _by_halves(b: Builder, call: Request, choice: BackwardChoice) -> Grads:
         own, own_v = (slice(i * n // 2, (i + 1) * n // 2) for n in (call.H, call.HV))
         into = {n: x.cut(2, own_v if n == "g" else own) for n, x in whole.items()}
         part = heads_of(call, i)
-        sums = {n: x for n in ("A_log", "dt_bias") if (x := getattr(part, n)) is not None and gate_kind(call) != "none"}
-        into |= {n: b.scratch(f"d{n} of half the heads", x.shape, x.dtype) for n, x in sums.items()}
+        into |= _sums(b.scratch, part, " of half the heads")
         part = changed(part, saved=tuple(b.dense(x) for x in part.saved))
         parts.append({n: x for n, x in _Backward(b, part, half, into).add().items() if n not in whole})
     axes = {"v": 2, "beta": 2, "initial_state": 1, "A_log": 0, "dt_bias": 0}
     for n, axis in axes.items():
         first, second = (part.get(n) for part in parts)
         if first is not None and second is not None:
-            size = first.shape[axis]
-            shape = (*first.shape[:axis], 2 * size, *first.shape[axis + 1 :])
+            size, shape = first.shape[axis], list(first.shape)
+            shape[axis] *= 2
             whole[n] = b.result(f"d{n}", shape, first.dtype)
             b.step(Copy(whole[n].cut(axis, slice(0, size)), first))
             b.step(Copy(whole[n].cut(axis, slice(size, 2 * size)), second))
     return dict(whole)
 
 
-@dataclass
-class _States:
+class _States(NamedTuple):
     """The call's state and the gradient of its final state as the recurrences read them.
 
     Attributes:
@@ -223,15 +213,14 @@ class _Backward:
         else:
             r = cut_into_segments(b, self.whole, choice.segment_rows) if cut else call
         r = changed(r, **{n: x if rows_readable(x := getattr(r, n)) else b.dense(x) for n in ROWS})
-        if self._cut_on_hopper:
+        if cut and isinstance(choice.transitions, TransitionsHopperConfig):
             r = changed(r, **{n: aligned(b, getattr(r, n)) for n in ("v", "grad_o")})
         r = changed(r, cu_seqlens=b.dense(r.cu_seqlens), **gate_parameters(b, r))
         self.r, self.dtype = r, r.q.dtype
         self.B, self.T, self.H, self.K = r.q.shape
         self.HV, self.V = r.v.shape[2:]
         self.kp, self.vp = padded(self.K), padded(self.V)
-        self.NT, self.slots = -(-self.T // CHUNK), slots(r)
-        self.o_scale = split_scale(r.scale, self.dtype)[1]
+        self.NT = -(-self.T // CHUNK)
         # Whether ``gradients`` takes pairs of slots, of which each has one state then; those are never in turns.
         self.paired = isinstance(choice.gradients, GradientsPersistentConfig)
         self.of_state = 2 if self.paired else 1
@@ -241,16 +230,11 @@ class _Backward:
         self.blocks = self.kp // (CHANNELS if self.hopper else choice.gradients.block_k)
         # The kernels for Hopper do the gradients of norms where they know sums over a row's channels.
         self.whole_rows = self.paired or (self.hopper and self.blocks == 1)
+        # Whether ``gradients`` leaves nothing for ``finish``.
+        self.finished = self.whole_rows and self.H == self.HV
         # Batch and token strides of one long token axis.
         views = [getattr(r, n) for n in ROWS]
         self.collapsed = self.B == 1 or all(x.strides[0] == x.strides[1] * self.T for x in views)
-        self.T_row = self.T if self.collapsed else 0
-
-    @property
-    def _cut_on_hopper(self) -> bool:
-        """Whether the call is cut into segments that the kernels for Hopper join."""
-        cut = self.call.cp_context or self.choice.segment_rows
-        return bool(cut) and isinstance(self.choice.transitions, TransitionsHopperConfig)
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
         """A result of the call [B, T, ..], or scratch where it is a part of one."""
@@ -263,10 +247,9 @@ class _Backward:
         # Segments are a batch here.
         return in_parts(self.b.result(name, (1, self.B * self.T, *shape[2:]), dtype), self.B)
 
-    def strides(self, letter: str, x: View | None) -> dict[str, int]:
-        """Strides by batch, token and head, by the names of the kernels' parameters."""
-        s = (0, 0, 0) if x is None else x.strides
-        return {f"s_{letter}b": 0 if self.collapsed else s[0], f"s_{letter}t": s[1], f"s_{letter}h": s[2]}
+    def grad(self, name: str, x: View) -> View:
+        """The gradient of ``x``: a part of that of all heads, or a tensor of its own."""
+        return self.into[name] if self.part else self.new(f"d{name}", x.shape, x.dtype)
 
     def add(self) -> Grads:
         """Add all launches; the gradients by input."""
@@ -288,9 +271,8 @@ class _Backward:
 
     def prepare(self, dv: View, new: Callable[..., View] | None = None) -> Prepared:
         """Results of ``prepare``, from what the forward saved if it did; ``dv`` and ``new`` as for ``add_prepare``."""
-        how = self.choice.prepare, self.choice.precision, self.choice.bounded
         kept = kept_of(self.r) if self.r.saved else None
-        return add_prepare(self.b, self.r, *how, dv, backward=True, kept=kept, new=new)
+        return add_prepare(self.b, self.r, self.choice, dv, backward=True, kept=kept, new=new)
 
     def _states(self, prepared: Prepared, grad_state: View | None) -> _States:
         """The states that the recurrences start from, joined over segments where the call is cut."""
@@ -303,20 +285,14 @@ class _Backward:
             return _States(initial, grad_final, grad_state, (initial, grad_final) if exact else (None, None))
         # The states at the starts of the segments and their gradients at the ends stand for those of packed sequences.
         call = changed(self.call, initial_state=initial, grad_final_state=grad_final)
-        first, transitions = self._starts(prepared, call)
-        last = add_ends(b, r, self.choice, r.grad_o, prepared[:3], transitions, call, self.sequences)
-        b.free(transitions)
+        segments = Segments(b, r, self.choice, prepared, call, self.sequences)
+        # A forward for Hopper has saved the states.
+        kept = kept_of(r).starts if r.saved and segments.hopper else None
+        first = segments.add_starts() if kept is None else kept.cut(0, slice(0, r.N))
+        last = segments.add_ends()
         own = None if grad_state is None else b.scratch("gradients at starts", first.shape, first.dtype)
         # Some of several sequences may be of one chunk.
         return _States(first, last, own, (first, last) if self.sequences is not None else (None, None))
-
-    def _starts(self, prepared: Prepared, call: Request) -> tuple[View, View | None]:
-        """The results of ``add_starts`` for the call with its states; a forward for Hopper has saved the states."""
-        b, r, choice = self.b, self.r, self.choice
-        kept = kept_of(r).starts if r.saved and self._cut_on_hopper else None
-        if kept is not None:
-            return kept.cut(0, slice(0, r.N)), None
-        return add_starts(b, r, choice, r.v, prepared.keys, prepared.D, call, sequences=self.sequences)
 
     def finish(
         self, prepared: Prepared, dv: View, states: _States, given: tuple[View, ...] = (), kept: tuple[View, ...] = ()
@@ -327,7 +303,7 @@ class _Backward:
             given: inputs that a first half made for this one, which the recurrences are the last to read.
             kept: z and states, if the forward has stored them.
         """
-        b, r, turns = self.b, self.r, self.choice.turns
+        b, turns = self.b, self.choice.turns
         most = self.states if turns == WHOLE else max(turn.stop - turn.start for turn in turns) * self.NT
         z = (CHUNK * self.of_state, self.vp)
         shapes = {"z": z, "states": (self.vp, self.kp), "state_grads": (self.vp, self.kp)}
@@ -342,22 +318,25 @@ class _Backward:
             out = out or self._outputs()
             self._add_gradients(turn, prepared, states, dv, own, out)
         b.free(*own.values(), prepared.D, prepared.norms)
-        return self._finish(r, dv, out)
+        return self._finish(dv, out)
 
     def _slots_of(self, turn: slice | None) -> slice | None:
         return turn and slice(turn.start * self.NT, turn.stop * self.NT)
 
-    def _heads(self, turn: slice | None) -> int:
-        """Sequences of a turn times value heads."""
-        return (self.r.N if turn is None else turn.stop - turn.start) * self.HV
-
     def _names(self) -> dict[str, Any]:
         """Arguments that the launches share."""
-        exact, r = self.dtype == torch.float32, self.r
-        own = {"T_row": self.T_row, "o_scale": self.o_scale, "rows": self.B * self.T, "HO": self._wider()}
-        own |= {"LIFT": lift(self.dtype, r.use_qk_l2norm_in_kernel), "PRECISION": "ieee" if exact else "tf32"}
-        odd = self.paired and (r.cu_seqlens is not None or self.NT % 2 == 1)
-        return names(r) | own | {"EVERY_SECOND": self.paired, "ODD": odd}
+        r, strides = self.r, {}
+        for letter, x in {"q": r.q, "k": r.k, "v": r.v, "g": r.g, "b": r.beta, "o": r.grad_o}.items():
+            batch, token, head = x.strides[:3]
+            strides |= {f"s_{letter}b": 0 if self.collapsed else batch, f"s_{letter}t": token, f"s_{letter}h": head}
+        return names(r) | strides | {
+            "T_row": self.T if self.collapsed else 0, "o_scale": split_scale(r.scale, self.dtype)[1],
+            "rows": self.B * self.T, "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
+            "EVERY_SECOND": self.paired,
+            "ODD": self.paired and (r.cu_seqlens is not None or self.NT % 2 == 1),
+            # Value heads of the tensor that the gradient of g is a part of.
+            "HO": self.into["g"].stride(1) // self.K if self.part else self.HV,
+        }  # fmt: skip
 
     def _add_recurrences(
         self, turn: slice | None, prepared: Prepared, states: _States, dv: View, own: dict[str, View]
@@ -367,12 +346,11 @@ class _Backward:
         keys, X, P, D = (x.cut(0, slots_of) for x in (prepared.keys, prepared.X, prepared.P, prepared.D))
         v, do = r.v.cut(0, turn), r.grad_o.cut(0, turn)
         first, last = choice.states, choice.reverse
-        programs = self.vp // first.block_v * self._heads(turn)
+        programs = self.vp // first.block_v * self.HV * (r.N if turn is None else turn.stop - turn.start)
         named = self._names() | own | {"v": v, "do": do, "dv": dv.cut(0, turn), "programs": programs}
         for name in ("initial", "grad_final", "grad_initial"):
             x = getattr(states, name)
             named[f"{name}_state"] = x and x.cut(0, turn)
-        named |= self.strides("v", r.v) | self.strides("o", r.grad_o)
         if isinstance(first, HopperConfig):
             kernel = recurrences_hopper
             named |= first.constants | {"STAGES_REVERSE": last.stages, "OUT_REVERSE": last.out}
@@ -391,17 +369,14 @@ class _Backward:
 
     def _outputs(self) -> dict[str, View | None]:
         """Outputs of ``gradients``: dq and dk by value heads, and partial sums."""
-        b, r, into = self.b, self.r, self.into
+        b, r = self.b, self.r
         shape, blocks = (self.B, self.T, self.HV, self.K), self.blocks
-        dg = into["g"] if self.part else self.new("dg", shape, r.g.dtype)
-        if self.HV != self.H:
-            dq, dk = (b.scratch(f"{n} by value head", shape, torch.float32) for n in ("dq", "dk"))
-        elif self.part:
-            dq, dk = into["q"], into["k"]
+        found = {"dg": self.grad("g", r.g)}
+        if self.HV == self.H:
+            found |= {f"d{n}": self.grad(n, getattr(r, n)) for n in "qk"}
         else:
-            dq, dk = (self.new(n, shape, self.dtype) for n in ("dq", "dk"))
-        found = {"dq": dq, "dk": dk, "dg": dg}
-        if self._finished:
+            found |= {n: b.scratch(f"{n} by value head", shape, torch.float32) for n in ("dq", "dk")}
+        if self.finished:
             found["dbeta"] = self.new("dbeta", shape[:3], r.beta.dtype)
         else:
             found["dbeta"] = b.scratch("dbeta by channel block", (blocks, *shape[:3]), torch.float32)
@@ -431,62 +406,48 @@ class _Backward:
         named |= {n: out[n] and out[n].cut(0, slots_of) for n in ("dA_partial", "dbias_partial")}
         named |= {"initial_state": exact[0], "grad_final_state": exact[1]}
         if self.paired:
-            launch_gradients_persistent(self.b, r, config, choice.bounded, choice.overlap, named)
+            launch_gradients_persistent(self.b, r, config, choice.overlap, named)
             return
         if self.hopper:
-            launch_gradients_hopper(self.b, part, config, choice.bounded, named | {"N": part.N}, self.B * self.T)
+            launch_gradients_hopper(self.b, part, config, named | {"N": part.N}, self.B * self.T)
             return
         named |= {
             "BK": config.block_k, "BV": config.block_v, "STAGES": config.stages, "LEVELS": CHUNK.bit_length() - 1,
             "MILD": mildest(self.dtype, r.use_qk_l2norm_in_kernel), "DESCRIPTORS": choice.descriptors,
             "TOKENS": choice.tokens,
         }  # fmt: skip
-        for letter, x in {"q": r.q, "k": r.k, "g": r.g, "b": r.beta, "o": r.grad_o}.items():
-            named |= self.strides(letter, x)
         if choice.descriptors:
             named["z"] = matrix_tile(own["z"], CHUNK, self.vp, config.block_v)
             for n in ("states", "state_grads"):
                 named[n] = matrix_tile(own[n], config.block_v, self.kp, config.block_k)
         if choice.tokens:
             named |= {"do": token_tile(do, CHUNK, config.block_v), "dv": token_tile(dv, CHUNK, config.block_v)}
-        blocks = (self.slots if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
+        blocks = (slots(r) if turn is None else slots_of.stop - slots_of.start) * self.HV * self.kp // config.block_k
         self.b.pick(gradients_kernel, blocks, config.num_warps, named)
 
-    def _wider(self) -> int:
-        """Value heads of the tensor that the gradient of g is a part of."""
-        return self.into["g"].stride(1) // self.K if self.part else self.HV
-
-    @property
-    def _finished(self) -> bool:
-        """Whether ``gradients`` leaves nothing for ``finish``."""
-        return self.whole_rows and self.H == self.HV
-
-    def _add_finish(self, r: Request, out: dict[str, View | None]) -> tuple[View, View, View]:
+    def _add_finish(self, out: dict[str, View | None]) -> dict[str, View]:
         """Sums over channel blocks and grouped heads, and the gradients of norms if they are not done: dq, dk, dβ."""
-        b, H, K = self.b, self.H, self.K
-        dbeta = self.new("dbeta", (self.B, self.T, self.HV), r.beta.dtype)
-        dq, dk = out["dq"], out["dk"]
-        if self.part:
-            dq, dk = self.into["q"], self.into["k"]
-        elif self.HV != H:
-            dq, dk = (self.new(n, (self.B, self.T, H, K), self.dtype) for n in ("dq", "dk"))
+        b, r = self.b, self.r
+        written = {n: out[n] for n in ("dq", "dk")} | {"dbeta": self.new("dbeta", r.beta.shape, r.beta.dtype)}
+        if self.HV != self.H:
+            written |= {f"d{n}": self.grad(n, getattr(r, n)) for n in "qk"}
         tile = max(1, FINISH_ELEMENTS // self.kp)
-        named = self._names() | self.strides("q", r.q) | self.strides("k", r.k) | {
-            "dq_hat": out["dq"], "dk_hat": out["dk"], "dbeta_partial": out["dbeta"], "dq": dq, "dk": dk, "dbeta": dbeta,
-            "NK": self.blocks, "R": tile, "L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows,
+        named = self._names() | written | {
+            "dq_hat": out["dq"], "dk_hat": out["dk"], "dbeta_partial": out["dbeta"], "NK": self.blocks, "R": tile,
+            "L2NORM": r.use_qk_l2norm_in_kernel and not self.whole_rows,
         }  # fmt: skip
-        b.pick(finish_kernel, (-(-self.B * self.T // tile), H), 4, named)
-        return dq, dk, dbeta
+        b.pick(finish_kernel, (-(-self.B * self.T // tile), self.H), 4, named)
+        return written
 
-    def _finish(self, r: Request, dv: View, out: dict[str, View | None]) -> Grads:
-        b = self.b
-        dq, dk, dbeta = (out["dq"], out["dk"], out["dbeta"]) if self._finished else self._add_finish(r, out)
-        grads: Grads = {"q": dq, "k": dk, "v": dv, "g": out["dg"], "beta": dbeta}
-        parts = {n: x for n in ("dA_partial", "dbias_partial") if (x := out[n]) is not None}
-        if parts:
-            sums = {n: self.into.get(n) for n in ("A_log", "dt_bias")}
-            named = {**out, **{f"d{n}": x for n, x in sums.items()}, "count": next(iter(parts.values())).shape[0]}
-            named |= {"HV": self.HV, "K": self.K, "NA": parts["dA_partial"].shape[2] if "dA_partial" in parts else 1}
-            b.pick(sums_kernel, (-(-self.K // SUM_CHANNELS), self.HV), 4, named | {"BK": SUM_CHANNELS, "R": SUM_ROWS})
-            grads |= {n: x for n, x in sums.items() if x is not None}
-        return grads
+    def _finish(self, dv: View, out: dict[str, View | None]) -> Grads:
+        """The gradients by input, after ``finish`` and the sums over slots, where these are needed."""
+        final = out | {"dv": dv} | ({} if self.finished else self._add_finish(out))
+        sums = {n: x for n in ("A_log", "dt_bias") if (x := self.into.get(n)) is not None}
+        if sums:
+            dA = out["dA_partial"]
+            named = names(self.r) | out | {f"d{n}": sums.get(n) for n in ("A_log", "dt_bias")} | {
+                "count": (dA or out["dbias_partial"]).shape[0], "NA": 1 if dA is None else dA.shape[2],
+                "BK": SUM_CHANNELS, "R": SUM_ROWS,
+            }  # fmt: skip
+            self.b.pick(sums_kernel, (-(-self.K // SUM_CHANNELS), self.HV), 4, named)
+        return {n: final[f"d{n}"] for n in ("q", "k", "v", "g", "beta")} | sums

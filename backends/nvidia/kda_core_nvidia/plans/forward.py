@@ -15,18 +15,29 @@ from kda_core.request import Request, TensorSpec
 from kda_core.triton_lib.arguments import named_state_strides, row_strides, state_strides
 from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.lift import lift
-from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import cut_into_pieces, in_one, segments_of, written_evenly
-from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
+from kda_core.triton_lib.plan import Builder, Copy, Plan, Tile, View, changed, input_layouts, matrix_tile, token_tile
+from kda_core.triton_lib.segments import cut_into_pieces, in_one, one_token_axis, segments_of, written_evenly
+from kda_core_nvidia.choose import BackwardChoice, Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
-from kda_core_nvidia.plans.prepare_hopper import aligned, launch_prepare_hopper
-from kda_core_nvidia.plans.segments import add_starts, cut_into_segments, cut_several
+from kda_core_nvidia.plans.segments import Segments, cut_into_segments, cut_several, hopper_tiles
 from kda_core_nvidia.prepare import prepare
+from kda_core_nvidia.prepare_hopper import prepare_hopper
 from kda_core_nvidia.progress_hopper import FLAGS
 from kda_core_nvidia.recurrence import recurrence
 from kda_core_nvidia.recurrence_hopper import recurrence_hopper
+
+HOPPER_CHANNELS = 64
+"""Key channels of a warp of ``prepare_hopper``, and of a block that it copies."""
+
+
+def aligned(b: Builder, x: View) -> View:
+    """``x`` [B, T, H, D], copied where bulk copies cannot take its rows."""
+    if chunk.row_aligned(x):
+        return x
+    copy = b.scratch(f"{x.source}, aligned", x.shape, x.dtype)
+    b.step(Copy(copy, x))
+    return copy
 
 
 class Prepared(NamedTuple):
@@ -125,9 +136,8 @@ def _prepare_buffers(
 
 
 def add_prepare(
-    b: Builder, r: Request, config: chunk.PrepareConfig | chunk.PrepareHopperConfig, precision: chunk.Precision,
-    bounded: bool, o: View, backward: bool = False, keep: int = 0, kept: Kept | None = None,
-    new: Callable[..., View] | None = None, states: dict[str, Any] | None = None,
+    b: Builder, r: Request, choice: ForwardChoice | BackwardChoice, o: View, backward: bool = False, keep: int = 0,
+    kept: Kept | None = None, new: Callable[..., View] | None = None, states: dict[str, Any] | None = None,
     progress: View | None = None,
 ) -> Prepared:  # fmt: skip
     """Add a launch of ``prepare``, or of ``prepare_hopper``.
@@ -141,20 +151,63 @@ def add_prepare(
         states: of a recurrence (``_states``), where ``prepare_hopper`` finishes sequences.
         progress: where a recurrence follows (``progress_hopper``).
     """
+    config = choice.prepare
     written, prepared = _prepare_buffers(b, r, new or b.scratch, backward, keep, kept)
     own = {"inverse": None if kept is None else kept.inverse, "o": o, "scale": chunk.split_scale(r.scale, r.q.dtype)[0]}
-    named = names(r) | written._asdict() | own | {"BOUNDED": bounded}
+    named = names(r) | written._asdict() | own
     if isinstance(config, chunk.PrepareHopperConfig):
-        launch_prepare_hopper(b, r, config, named, states, progress)
+        _launch_prepare_hopper(b, r, config, named, states, progress)
         return prepared
     unit, strides = row_strides(q=r.q, k=r.k, g=r.g, b=r.beta, o=o)
     named |= strides | {
         "UNIT": unit, "BK": config.block_k, "BW": config.wide, "STAGES": config.stages,
-        "WIDE_STAGES": config.wide_stages, "LIFT": lift(r.q.dtype, r.use_qk_l2norm_in_kernel),
-        "TERMS": precision.terms, "DOT": precision.dot, "SMALL_DOT": precision.small_dot,
+        "WIDE_STAGES": config.wide_stages,
     }  # fmt: skip
+    named |= zip(("TERMS", "DOT", "SMALL_DOT"), choice.precision, strict=True)
     b.pick(prepare, slots(r) * r.HV, config.num_warps, named)
     return prepared
+
+
+def _chunks(x: View, count: int, by_rows: bool = False) -> Tile:
+    """Blocks of so many chunks."""
+    return token_tile(x, count * CHUNK, HOPPER_CHANNELS, swizzled=not by_rows, by_rows=by_rows)
+
+
+def _launch_prepare_hopper(
+    b: Builder, r: Request, config: chunk.PrepareHopperConfig, named: dict[str, Any], states: dict[str, Any] | None,
+    progress: View | None,
+) -> None:  # fmt: skip
+    """Add a launch of ``prepare_hopper``.
+
+    Args:
+        named: what it takes, by its names, tiles apart.
+        states: the same of a recurrence, where sequences are finished.
+        progress: as for ``add_prepare``.
+    """
+    q, k, g = (aligned(b, x) for x in (r.q, r.k, r.g))
+    beta, o = one_token_axis(b, r.beta), named["o"]
+    # Chunks of a program, and of a block that is copied.
+    chunks = 2 if r.K == 128 else 1
+    count = 1 if config.paired else chunks
+    pairs = r.B * -(-named["chunks"] // chunks) if r.cu_seqlens is None else r.T // (chunks * CHUNK) + r.N + 1
+    strides = row_strides(q=q, k=k, g=g, b=beta, o=o)[1] | {"s_ob": o.stride(0) if r.B > 1 else 0}
+    tiles = {
+        "q": _chunks(q, count), "k": _chunks(k, count), "g": _chunks(g, count, by_rows=True),
+        "keys": matrix_tile(named["keys"], CHUNK, r.K, HOPPER_CHANNELS, swizzled=True),
+    }  # fmt: skip
+    if states is None:
+        numbers = ("s_vh", *(f"s_{x}{axis}" for x in "if" for axis in "nhkv"), "s_has", "s_final", "final_slots")
+        tensors = ("values", "initial_state", "final_state", "has_state", "final_indices")
+        states = {**dict.fromkeys(numbers, 0), **dict.fromkeys(tensors), "o_scale": 1.0}
+        # One kernel for every layout of states.
+        states |= {"V_FIRST": False, "LAST_CONTIGUOUS": True}
+    else:
+        tiles["values"] = _chunks(r.v, 1)
+    named = {**named, **states, **strides, **tiles, "beta": beta, "G_BITS": 8 * g.itemsize}
+    named |= {"PAIRED": config.paired, "FINISHED": config.finishes, "AHEAD": config.ahead}
+    # A recurrence that follows has two programs a head.
+    named |= {"progress": progress, "followers": 2 * r.N * r.HV, "stay": config.stay}
+    b.pick(prepare_hopper, config.programs or pairs * r.HV, config.num_warps, named, maxnreg=config.registers)
 
 
 def _states(r: Request, o: View, final_state: View | None, whole: Request | None = None) -> dict[str, Any]:
@@ -186,8 +239,8 @@ def add_recurrence(
     """
     config, (keys, P, D, *_) = choice.recurrence, prepared
     named = names(r) | _states(r, o, final_state, whole) | {
-        "o": o, "LIFT": lift(r.v.dtype, r.use_qk_l2norm_in_kernel), "LAST_STATE": whole is not None,
-        "BV": config.block_v, "STAGES": config.stages, "FINISHED": choice.finishes,
+        "o": o, "LAST_STATE": whole is not None, "BV": config.block_v, "STAGES": config.stages,
+        "FINISHED": choice.finishes,
     }  # fmt: skip
     if isinstance(config, chunk.HopperConfig):
         named |= hopper_tiles(keys, P, D) | {"values": token_tile(r.v, CHUNK, config.block_v, swizzled=True)}
@@ -203,21 +256,11 @@ def add_recurrence(
         options = {"maxnreg": config.registers, "launch_pdl": choice.overlap}
         b.pick(recurrence_hopper, grid, config.num_warps, named | config.constants, **options)
         return
-    named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision.dot}
+    named |= {"keys": keys, "P": P, "D": D, "h": h, "H_EVERY": r.chunk_size // CHUNK, "DOT": choice.precision[1]}
     named["DESCRIPTORS"] = choice.descriptors
     if choice.descriptors:
         named |= {"keys": matrix_tile(keys, CHUNK, padded(r.K)), "P": matrix_tile(P, CHUNK, CHUNK)}
     b.pick(recurrence, (r.N * r.HV, -(-r.V // config.block_v)), config.num_warps, named)
-
-
-def hopper_tiles(keys: View, P: View | None, D: View) -> dict[str, Any]:
-    """Descriptors of what ``prepare`` wrote, by the parameters of the kernels for Hopper; P may be None."""
-    KP = D.shape[-1]
-    tiles = {"single": matrix_tile(keys, CHUNK, KP, swizzled=True), "decays": matrix_tile(D, 1, KP, by_rows=True)}
-    if P is None:
-        return tiles
-    pairs = matrix_tile(keys, 2 * CHUNK, KP, swizzled=True)
-    return tiles | {"pairs": pairs, "P": matrix_tile(P, CHUNK, CHUNK, swizzled=True)}
 
 
 def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ...] = ()) -> Plan:
@@ -244,13 +287,10 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
     keep = choice.saved_slots if training and not everything else 0
     starts = b.result("starts", chunk.starts_shape(r), torch.float32) if keep and chunk.starts_shape(r) else None
     kept = {n: b.result(n, shape, r.q.dtype) for n, shape in kept_shapes(r).items()} if choice.keeps_states else {}
-    if choice.segment_rows and chunk.several(r):
+    if choice.segment_rows:
         o = written_evenly(b, o)
-        prepared = _add_several(b, r, choice, o, final_state, keep, starts)
-    elif choice.segment_rows:
         prepared = _add_segments(b, r, choice, o, final_state, keep, starts)
     else:
-        how = choice.prepare, choice.precision, choice.bounded
         new = b.result if everything else b.scratch
         states = _states(r, o, final_state) if choice.finishes else None
         progress = None
@@ -260,7 +300,7 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
         if choice.follows:
             progress = b.scratch("progress", (FLAGS.value + slots(r, 2 * CHUNK) * r.HV,), torch.int32, True)
         own = o if cut is r else in_one(o)
-        prepared = add_prepare(b, cut, *how, own, everything, keep, new=new, states=states, progress=progress)
+        prepared = add_prepare(b, cut, choice, own, everything, keep, new=new, states=states, progress=progress)
         if not (choice.finishes and r.cu_seqlens is None):
             add_recurrence(b, r, choice, prepared, o, final_state, h, kept=kept, progress=progress)
     results: dict[str, View | None] = {"o": finish_output(b, r, o), "final_state": final_state, "h": h}
@@ -274,36 +314,25 @@ def plan_forward(request: Request, choice: ForwardChoice, h_shape: tuple[int, ..
 def _add_segments(
     b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int, starts: View | None
 ) -> Prepared:
-    """Run both kernels with the sequence cut into segments; they write ``o`` and ``final_state``.
+    """Run both kernels with sequences cut into segments; they write ``o`` and ``final_state``.
 
     Args:
         starts: for the states at the starts of segments, of which a backward for Hopper makes use.
     """
-    cut = cut_into_segments(b, r, choice.segment_rows)
-    if cut.cu_seqlens is None:
-        o = chunk.in_parts(o, cut.N)
-    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
+    rows, sequences = choice.segment_rows, None
     hopper = isinstance(choice.transitions, chunk.TransitionsHopperConfig)
+    own = starts.cut(0, slice(0, segments_of(r, rows))) if starts and hopper else None
+    if chunk.several(r):
+        o = in_one(o)
+        own = own or b.scratch("states at starts", (segments_of(r, rows), r.HV, r.V, r.K), torch.float32)
+        cut, sequences = cut_several(b, r, rows, final_state, own)
+    else:
+        cut = cut_into_segments(b, r, rows)
+        o = chunk.in_parts(o, cut.N) if cut.cu_seqlens is None else o
+    prepared = add_prepare(b, cut, choice, o, keep=keep)
     if hopper:
         cut = changed(cut, v=aligned(b, cut.v))
-    own = starts.cut(0, slice(0, cut.N)) if starts and hopper else None
-    call = changed(r, initial_state=b.dense(r.initial_state))
-    first, _ = add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, call, own)
+    call = r if sequences else changed(r, initial_state=b.dense(r.initial_state))
+    first = Segments(b, cut, choice, prepared, call, sequences).add_starts(own)
     add_recurrence(b, changed(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
-    return prepared
-
-
-def _add_several(
-    b: Builder, r: Request, choice: ForwardChoice, o: View, final_state: View | None, keep: int, starts: View | None
-) -> Prepared:
-    """The same with several sequences cut into segments, or one whose state is in a pool."""
-    rows = choice.segment_rows
-    shape = segments_of(r, rows), r.HV, r.V, r.K
-    own = starts.cut(0, slice(0, shape[0])) if starts else b.scratch("states at starts", shape, torch.float32)
-    cut, sequences = cut_several(b, r, rows, final_state, own)
-    o = in_one(o)
-    prepared = add_prepare(b, cut, choice.prepare, choice.precision, choice.bounded, o, keep=keep)
-    cut = changed(cut, v=aligned(b, cut.v))
-    add_starts(b, cut, choice, cut.v, prepared.keys, prepared.D, r, cut.initial_state, sequences)
-    add_recurrence(b, cut, choice, prepared, o, final_state, None, whole=r)
     return prepared

@@ -20,9 +20,8 @@ from kda_core.triton_lib.segments import edge_arguments, ends_of, one_token_axis
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, in_parts
 from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence
-from kda_core_nvidia.plans.prepare_hopper import aligned
-from kda_core_nvidia.plans.segments import KEPT, add_reverse_transitions, add_transitions, cut_into_segments
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence, aligned
+from kda_core_nvidia.plans.segments import KEPT, Segments, cut_into_segments
 from kda_core_nvidia.segments import chain_kernel
 
 Choice = ForwardChoice | BackwardChoice
@@ -35,11 +34,10 @@ def like_segments(x: View, cut: Request) -> View:
 
 def reverse_segments(b: Builder, r: Request, choice: Choice, prepared: Prepared) -> tuple[View, ...]:
     """Add the transitions of gradients of states; the tensors that ``add_chain`` takes."""
-    keys, P, D, *_ = prepared
-    hopper = isinstance(choice.transitions, TransitionsHopperConfig)
-    forward = {} if hopper else add_transitions(b, r, choice, r.v, keys, D)
-    named = forward | add_reverse_transitions(b, r, choice, r.grad_o, keys, P, D)
-    return named["matrices" if hopper else "transitions"], named["additions"]
+    segments = Segments(b, r, choice, prepared)
+    named = {} if segments.hopper else segments.add_transitions()
+    named |= segments.add_reverse_transitions()
+    return named["matrices" if segments.hopper else "transitions"], named["additions"]
 
 
 def add_chain(
@@ -91,16 +89,15 @@ def _add_begin(b: Builder, request: Request, choice: ForwardChoice) -> tuple[Vie
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     everything = r.save_for_backward and r.disable_recompute
     keep = choice.saved_slots if r.save_for_backward and not everything else 0
-    how = choice.prepare, choice.precision, choice.bounded
     own = Prepared._fields if everything else ("P", "X", "norms") if r.save_for_backward else ()
 
     def new(name: str, *layout: Any) -> View:
         return b.result(name, *layout) if name in own else b.within(KEPT, *layout)
 
-    prepared = add_prepare(b, cut, *how, like_segments(o, cut), everything, keep, new=new)
-    named = add_transitions(b, cut, choice, _rows(b, cut.v, choice), prepared.keys, prepared.D)
-    hopper = isinstance(choice.transitions, TransitionsHopperConfig)
-    segments = (named["matrices"], named["additions"]) if hopper else (named["transitions"],)
+    prepared = add_prepare(b, cut, choice, like_segments(o, cut), everything, keep, new=new)
+    cut = changed(cut, v=_rows(b, cut.v, choice))
+    named = Segments(b, cut, choice, prepared).add_transitions()
+    segments = tuple(named[n] for n in ("matrices", "additions", "transitions") if n in named)
     summary = sent(b, r)
     add_chain(b, r, cut, choice, segments, summary=summary)
     return summary, {"o": o, **prepared._asdict(), **{f"segments {i}": x for i, x in enumerate(segments)}}

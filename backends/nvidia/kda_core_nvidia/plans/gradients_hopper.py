@@ -16,7 +16,7 @@ from kda_core_nvidia.choose.backward import GradientsHopperConfig, GradientsPers
 from kda_core_nvidia.gradients_hopper import gradients_hopper
 from kda_core_nvidia.gradients_hopper_persistent import gradients_hopper_persistent
 from kda_core_nvidia.gradients_pairs import pairs_kernel
-from kda_core_nvidia.plans.prepare_hopper import aligned
+from kda_core_nvidia.plans.forward import aligned
 
 VALUES = 64
 """Value channels of a block of do, dv and z, and of a state of a slot."""
@@ -29,14 +29,12 @@ BEHIND = 128
 
 
 def launch_gradients_hopper(
-    b: Builder, r: Request, config: GradientsHopperConfig, bounded: bool, named: Mapping[str, Any], tokens: int,
-    last: bool = False,
-) -> None:  # fmt: skip
+    b: Builder, r: Request, config: GradientsHopperConfig, named: Mapping[str, Any], tokens: int, last: bool = False
+) -> None:
     """Add a launch of ``gradients_hopper``.
 
     Args:
         r: the call, or some of its sequences.
-        bounded: whether each row's log decay is at least −5.
         named: what the kernel reads and writes, by its names.
         tokens: rows of dβ of the whole call.
         last: of each sequence its last chunk alone, where the others are in pairs.
@@ -45,13 +43,13 @@ def launch_gradients_hopper(
     whole = r.cu_seqlens is None and r.T % CHUNK == 0
     rows = {f"{n}_rows": None if whole else named[n] for n in ("dq", "dk", "dg", "dv")}
     one = {"tokens": None, "HO": None} if blocks == 1 else {"tokens": tokens}
-    named = {**named, **_tiles(b, r, CHUNK, VALUES, named), **rows, **one, "BOUNDED": bounded, "LAST": last}
+    named = {**named, **_tiles(b, r, CHUNK, VALUES, named), **rows, **one, "LAST": last}
     grid = (r.N if last else slots(r)) * r.HV * blocks
     b.pick(gradients_hopper, grid, config.num_warps, named, maxnreg=config.registers)
 
 
 def launch_gradients_persistent(
-    b: Builder, r: Request, config: GradientsPersistentConfig, bounded: bool, overlap: bool, named: Mapping[str, Any]
+    b: Builder, r: Request, config: GradientsPersistentConfig, overlap: bool, named: Mapping[str, Any]
 ) -> None:
     """Add launches of ``gradients_hopper_persistent``, and of ``gradients_hopper`` for chunks that are in no pair.
 
@@ -75,7 +73,7 @@ def launch_gradients_persistent(
     # A pair's rows and numbers are loaded before the kernel ahead ends, so that this must be the recurrences.
     overlap = overlap and own["table"] is None and not copied
     if packed or 0 < behind <= CHUNK:
-        launch_gradients_hopper(b, r, GradientsHopperConfig(), bounded, {**named, "N": r.N}, 0, last=True)
+        launch_gradients_hopper(b, r, GradientsHopperConfig(), {**named, "N": r.N}, 0, last=True)
     rows = {f"{n}_rows": named[n] for n in ("dq", "dk", "dg")}
     named = {**named, **own, **_tiles(b, r, 2 * CHUNK, CHANNELS, named), "C": 2 * CHUNK, "blocks": blocks}
     # Neighbours have the halves of a pair's key channels.
@@ -83,9 +81,8 @@ def launch_gradients_persistent(
     if r.K > CHANNELS:
         most = max(2, most - most % 2)
         named["exchange"] = b.scratch("sums of neighbours", (most, 2, 256), torch.int64, True)
-    named["BOUNDED"] = bounded
     far = {"far_pairs": None, "far_count": None}
-    if not bounded:
+    if not named["BOUNDED"]:
         far = {"far_pairs": b.scratch("far pairs", (blocks,), torch.int32)}
         far["far_count"] = b.scratch("far pairs, number", (1,), torch.int32, True)
     whole = dict.fromkeys(("dq_rows", "dk_rows", "dg_rows", "first_block"))
@@ -95,7 +92,7 @@ def launch_gradients_persistent(
     if some:
         # A sequence has at most one.
         launches.append((r.N * r.HV, others | {"first_block": blocks, "FAR": False}))
-    if not bounded:
+    if not named["BOUNDED"]:
         launches.append((blocks, (others if some else whole) | {"FAR": True}))
     for count, launch in launches:
         programs = min(count, most)

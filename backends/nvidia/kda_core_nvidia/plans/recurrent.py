@@ -23,14 +23,7 @@ from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.frame import names, outputs, readable
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.recurrent import (
-    DraftConfig,
-    Prompts,
-    RecurrentConfig,
-    StepConfig,
-    draft_chunk,
-    power_of_two,
-)
+from kda_core_nvidia.choose.recurrent import draft_chunk, power_of_two
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -67,21 +60,21 @@ def add_recurrent(
     # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
     named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
-        _add_step(b, r, choice.step, named)
+        _add_step(b, r, choice, named)
     if choice.draft is not None:
-        _add_draft(b, r, choice.draft, named)
+        _add_draft(b, r, choice, named)
     if choice.short is not None:
-        _add_short(b, r, choice, choice.short, named)
+        _add_short(b, r, choice, named)
     if choice.prompts is not None:
-        _add_prompts(b, r, choice, choice.prompts, named)
+        _add_prompts(b, r, choice, named)
     return o, final_state
 
 
-def _strides(packed: bool, **views: View) -> dict[str, int]:
-    """Strides by sequence (a token's, when sequences are found by their first token), token and head."""
+def sequence_strides(packed: bool, **views: View | None) -> dict[str, int]:
+    """Strides by sequence (a token's, when sequences are found by their first token), token and head; zeros of None."""
     found = {}
     for letter, x in views.items():
-        s_b, s_t, s_h = x.strides[:3]
+        s_b, s_t, s_h = (0, 0, 0) if x is None else x.strides[:3]
         found |= {f"s_{letter}n": s_t if packed else s_b, f"s_{letter}t": s_t, f"s_{letter}h": s_h}
     return found
 
@@ -90,30 +83,28 @@ def _names(r: Request, final_state: View | None, o: View) -> dict[str, Any]:
     """Arguments that the launches share."""
     s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
     s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
-    strides = _strides(r.cu_seqlens is not None, q=r.q, k=r.k, v=r.v, g=r.g, b=r.beta, o=o)
+    strides = sequence_strides(r.cu_seqlens is not None, q=r.q, k=r.k, v=r.v, g=r.g, b=r.beta, o=o)
     return names(r) | strides | {
         "final_state": final_state, "o": o, "s_ov": o.stride(3), "s_in": s_in, "s_ih": s_ih, "s_fn": s_fn, "s_fh": s_fh,
         "I_K": I_K, "I_V": I_V, "F_K": F_K, "F_V": F_V, "VP": power_of_two(r.V),
     }  # fmt: skip
 
 
-def _add_step(b: Builder, r: Request, config: StepConfig, named: dict[str, Any]) -> None:
-    programs = r.N * r.HV * (SIZE.value // (STEP_WARPS * COLUMNS.value))
+def _add_step(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
+    config, programs = choice.step, r.N * r.HV * (SIZE.value // (STEP_WARPS * COLUMNS.value))
     own = {"I_ROW": named["I_K"], "F_ROW": named["F_K"], "PARTS": config.parts}
     b.pick(recurrent_step, programs, STEP_WARPS, named | own, enable_fp_fusion=False, maxnreg=config.registers)
 
 
-def _add_draft(b: Builder, r: Request, config: DraftConfig, named: dict[str, Any]) -> None:
-    records = _records(b, r)
-    own = {
-        **records, "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T),
-        "CP": 0 if r.commit is None else power_of_two(max(1, records["C"], records["M"])), "STAGED": config.staged,
-        "CHUNK": draft_chunk(r.T, r.state_dtype), "TURNS": config.turns,
-        **WITHOUT_LAYER,
+def _add_draft(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
+    config, records = choice.draft, record_arguments(b, r)
+    own = WITHOUT_LAYER | records | {
+        "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T), "TURNS": config.turns,
+        "CP": 0 if r.commit is None else power_of_two(max(1, records["C"], records["M"])),
+        "CHUNK": draft_chunk(r.T, r.state_dtype), "STAGED": config.staged,
     }  # fmt: skip
     programs = r.N * r.HV * (SIZE.value // (config.turns * STEP_WARPS * DRAFT_COLUMNS.value))
-    options = {"maxnreg": config.registers, "enable_fp_fusion": False}
-    b.pick(recurrent_draft, programs, STEP_WARPS, named | own, **options)
+    b.pick(recurrent_draft, programs, STEP_WARPS, named | own, maxnreg=config.registers, enable_fp_fusion=False)
 
 
 def _columns(table: View | None) -> tuple[int, int]:
@@ -121,14 +112,14 @@ def _columns(table: View | None) -> tuple[int, int]:
     return (0, 1) if table is None or table.dim() == 1 else (table.stride(1), table.shape[1])
 
 
-def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: RecurrentConfig, named: dict[str, Any]) -> None:
+def _add_short(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
     """Add ``recurrent``. Where prompts follow, packed sequences of more than SHORT tokens are left to them."""
-    packed, indices, accepted = r.cu_seqlens is not None, r.ssm_state_indices, r.num_accepted_tokens
-    s_slot, width = _columns(indices)
+    config, packed, accepted = choice.short, r.cu_seqlens is not None, r.num_accepted_tokens
+    s_slot, width = _columns(r.ssm_state_indices)
     s_final_slot, final_width = _columns(r.final_state_indices)
     KP, short_only, one_token = power_of_two(r.K), choice.prompts is not None, r.T == 1 and not packed
     own = {
-        **_records(b, r), "accepted": accepted,
+        **record_arguments(b, r), "accepted": accepted,
         "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
         "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP, "BV": config.block_v,
         "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
@@ -142,24 +133,19 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, config: Recurren
     b.pick(recurrent, programs, config.num_warps, named | own, enable_fp_fusion=False, **options)
 
 
-def _records(b: Builder, r: Request) -> dict[str, Any]:
+def record_arguments(b: Builder, r: Request) -> dict[str, Any]:
     """The buffer of records, those that are committed first, their strides, and the tables of trees."""
-    packed, path = r.cu_seqlens is not None, b.dense(r.commit_path)
-    found: dict[str, Any] = dict.fromkeys(("s_rn", "s_rt", "s_rh", "s_cn", "s_ct", "s_ch", "s_committed", "C"), 0)
-    found |= {
-        "records": r.records, "commit": r.commit, "committed": r.num_committed, "parents": b.dense(r.parents),
-        "path": path, "M": 0 if path is None else path.shape[1],
+    path, commit = b.dense(r.commit_path), r.commit
+    return sequence_strides(r.cu_seqlens is not None, r=r.records) | sequence_strides(False, c=commit) | {
+        "records": r.records, "commit": commit, "committed": r.num_committed, "parents": b.dense(r.parents),
+        "path": path, "M": 0 if path is None else path.shape[1], "C": 0 if commit is None else commit.shape[1],
+        "s_committed": 0 if commit is None else r.num_committed.stride(0),
     }  # fmt: skip
-    if r.records is not None:
-        found |= _strides(packed, r=r.records)
-    if r.commit is not None:
-        found |= _strides(False, c=r.commit) | {"s_committed": r.num_committed.stride(0), "C": r.commit.shape[1]}
-    return found
 
 
-def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, prompts: Prompts, named: dict[str, Any]) -> None:
+def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
     """Add ``blocks_prepare`` and ``blocks_recurrence`` for every sequence of more than SHORT tokens."""
-    config, slots, rows, KP = prompts.config, prompts.slots, ROWS.value, named["KP"]
+    prompts, slots, rows, KP = choice.prompts, choice.prompts.slots, ROWS.value, named["KP"]
     named = named | {
         "planes": b.scratch("planes", (slots, r.HV, PLANES.value, rows, KP), torch.float16),
         "squares": b.scratch("squares", (slots, r.HV, 2, rows, rows), torch.float16),
@@ -171,7 +157,7 @@ def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, prompts: Promp
     early = choice.overlap and r.cu_seqlens is not None
     own = {"STAGES": PREPARE_STAGES}
     b.pick(blocks_prepare, slots * r.HV, 1, named | own, enable_fp_fusion=False, launch_pdl=early)
-    own = {"STAGES": RECURRENCE_STAGES, "BV": config.block_v, "STEP": prompts.step}
-    programs = prompts.sequences * r.HV * -(-r.V // config.block_v)
+    own = {"STAGES": RECURRENCE_STAGES, "BV": prompts.block_v, "STEP": prompts.step}
+    programs = prompts.sequences * r.HV * -(-r.V // prompts.block_v)
     options = {"enable_fp_fusion": False, "launch_pdl": choice.overlap}
-    b.pick(blocks_recurrence, programs, config.num_warps, named | own, **options)
+    b.pick(blocks_recurrence, programs, prompts.num_warps, named | own, **options)
