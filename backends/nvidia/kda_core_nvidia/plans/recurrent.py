@@ -20,7 +20,8 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import state_strides
-from kda_core.triton_lib.frame import names, outputs, readable
+from kda_core.triton_lib.commit_kernels import add_first_commit
+from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
 from kda_core_nvidia.choose.recurrent import (
@@ -28,6 +29,7 @@ from kda_core_nvidia.choose.recurrent import (
     Prompts,
     RecurrentConfig,
     StepConfig,
+    commits_apart,
     draft_chunk,
     power_of_two,
 )
@@ -40,6 +42,9 @@ from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
 
 STEP_WARPS = 4
 """Warps of ``recurrent_step`` and ``recurrent_draft``: together they load whole rows of a state."""
+
+COMMIT_WARPS = 4
+"""Warps of a program of ``commit_kda``."""
 
 WITHOUT_LAYER: dict[str, Any] = {
     **dict.fromkeys(("x", "weight", "bias", "conv_state", "inputs", "gate", "norm_weight")), "eps": 0.0,
@@ -62,8 +67,10 @@ def add_recurrent(
     b: Builder, request: Request, choice: RecurrentChoice, leads: bool = False
 ) -> tuple[View, View | None]:
     """Add the launches; o and the final state. ``leads``: a short call's next kernel waits for it by itself."""
-    o, final_state = outputs(b, request, any_strides=True)
+    o, final_state = outputs(b, request, any_strides=choice.draft is None)
     r = readable(b, request)
+    if choice.draft is not None and commits_apart(r):
+        r = add_first_commit(b, r, COMMIT_WARPS, True, enable_fp_fusion=False)
     # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
     named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
@@ -74,7 +81,7 @@ def add_recurrent(
         _add_short(b, r, choice, choice.short, named)
     if choice.prompts is not None:
         _add_prompts(b, r, choice, choice.prompts, named)
-    return o, final_state
+    return finish_output(b, request, o), final_state
 
 
 def _strides(packed: bool, **views: View) -> dict[str, int]:
