@@ -15,12 +15,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kda_core.request import CommitRequest
+from kda_core.request import CommitRequest, Request
 from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.factor import decayed
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.packing import is_padding
-from kda_core.triton_lib.plan import Builder, Plan, input_layouts
+from kda_core.triton_lib.plan import Builder, Plan, changed, input_layouts
 
 ELEMENTS = 4096
 """Elements of a state in a program."""
@@ -154,6 +154,16 @@ def plan_commit(r: CommitRequest, num_warps: int, signed: bool, **options: Any) 
     b = Builder()
     add_commit(b, r, num_warps, signed, **options)
     return b.plan(input_layouts(r), {"pool": r.pool})
+
+
+def add_first_commit(b: Builder, r: Request, num_warps: int, signed: bool, **options: Any) -> Request:
+    """Add the commit that a call begins with; the rest of the call. Other arguments as of ``plan_commit``."""
+    commit = CommitRequest(
+        pool=r.initial_state, records=r.commit, num_accepted=r.num_committed, state_indices=r.ssm_state_indices,
+        state_v_first=r.state_v_first, pad_slot_id=r.pad_slot_id, path=r.commit_path,
+    )  # fmt: skip
+    add_commit(b, commit, num_warps, signed, **options)
+    return changed(r, commit=None, num_committed=None, commit_path=None)
 
 
 def add_commit(b: Builder, r: CommitRequest, num_warps: int, signed: bool, **options: Any) -> None:

@@ -14,7 +14,8 @@ installed.need_package("triton")
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
 
-from kda_core.request import DecodeStepRequest
+from kda_core import empty_records
+from kda_core.request import DecodeStepRequest, Request
 
 
 def layer_step(N: int = 3, T: int = 1, H: int = 4, W: int = 4, **options: Any) -> DecodeStepRequest:
@@ -61,3 +62,48 @@ def test_steps_of_layers():
     assert len(layer_kernels(many)) == 3
     assert layer_kernels(replace(many, state=pool.float())) == ("recurrent_draft",)
     assert len(layer_kernels(layer_step(), 100)) == len(layer_kernels(layer_step(), 90, "state")) == 3
+
+
+def draft(T: int = 4, C: int = 0, M: int = 0, *, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Request:
+    """A draft of three sequences, behind a commit of C tokens or of a path of M."""
+    rows = {n: torch.empty(3, T, 4, 128, dtype=torch.bfloat16, device="meta") for n in "qkvg"}
+    slots, pool = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(9, 4, 128, 128, dtype=dtype)
+    fields = rows | {
+        "beta": rows["g"][..., 0], "scale": 1.0, "initial_state": pool.to("meta"), "ssm_state_indices": slots,
+        "inplace_final_state": True, "update_state": False,
+        "records": empty_records(3, T, 4, 128, 128, device="meta"),
+    }  # fmt: skip
+    if C:
+        fields |= {"commit": empty_records(3, C, 4, 128, 128, device="meta"), "num_committed": slots}
+    if M:
+        fields["commit_path"] = torch.empty(3, M, dtype=torch.int32, device="meta")
+    return Request(op="fused_recurrent_kda", **(fields | changed))
+
+
+def test_every_draft_of_few_tokens_from_bfloat16_states_has_the_kernel_whose_bits_are_its_own():
+    """However tensors lie, and however many tokens may be committed first: a call with them has the bits of two."""
+    wide = torch.empty(3, 4, 4, 257, dtype=torch.bfloat16, device="meta")
+    crooked = draft(q=wide[..., 3:131], k=wide.transpose(1, 2)[..., :128], g=wide[..., 1:129])
+    for r in (draft(), draft(1), draft(C=8), draft(4, 8, 8), crooked):
+        assert plan_of(r, CHIPS[90]).kernels == ("recurrent_draft",)
+    assert plan_of(draft(), CHIPS[90], frozenset("qkg")).kernels == ("recurrent_draft",)
+    apart = ("commit_kernel", "recurrent_draft")
+    for r in (draft(C=9), draft(1, 64), draft(4, 8, 9), draft(4, 9, 4)):
+        commit, launch = plan_of(r, CHIPS[90]).launches
+        assert (commit.name, launch.name) == apart
+        assert launch.arguments["commit"] is None
+    # The kernel writes rows; what has none is copied.
+    gaps = plan_of(draft(out=wide[..., :-1:2]), CHIPS[90])
+    assert gaps.kernels == ("recurrent_draft",)
+    assert len(gaps.steps) == 2
+    # Steps and drafts from float32 states have the bits of ``recurrent`` where it sums alike, and it takes the others.
+    full = torch.float32
+    others = [draft(C=9, dtype=full), draft(4, 8, 8, dtype=full), draft(out=wide[..., :-1:2], dtype=full), draft(9)]
+    for r in (*others, replace(crooked, initial_state=crooked.initial_state.float())):
+        assert plan_of(r, CHIPS[90]).kernels == ("recurrent",)
+    layer = layer_step(
+        T=2, records=empty_records(3, 2, 4, 128, 128, device="meta"), num_committed=draft().ssm_state_indices,
+        commit=empty_records(3, 9, 4, 128, 128, device="meta"), commit_inputs=torch.empty(3, 9, 1536, device="meta"),
+        state=draft().initial_state,
+    )  # fmt: skip
+    assert layer_kernels(layer)[1:3] == apart

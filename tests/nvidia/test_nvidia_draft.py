@@ -189,6 +189,16 @@ def test_a_path_is_committed_first(v_first):
     same(call | {"parents": torch.tensor(FORKED, device=DEVICE)})
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+def test_drafts_from_bfloat16_states_have_the_same_bits_however_tensors_lie(v_first):
+    call = draft(3, 4, v_first, torch.bfloat16, torch.bfloat16, "bounded")
+    crooked = {n: call[n].new_empty(3, 4, call[n][0, 0].numel() + 1)[..., 1:] for n in ("q", "k", "v", "g")}
+    crooked = {n: x.unflatten(-1, (-1, D)).copy_(call[n]) for n, x in crooked.items()}
+    for more in ({}, committed(3, 4)):
+        found = zip(both(call | more)[1], both(call | crooked | more)[1], strict=True)
+        assert all(torch.equal(a, b) for a, b in found)
+
+
 def test_calls_that_draft_leaves_to_recurrent():
     call = draft(3, 4, False, torch.float32, torch.bfloat16, "bounded")
     crooked = call["q"].new_empty(3, 4, H * D + 1)[..., 1:].unflatten(-1, (H, D)).copy_(call["q"])

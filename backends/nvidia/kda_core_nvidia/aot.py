@@ -199,7 +199,9 @@ def cases(quick: bool = False) -> list[Case]:
         found += [paired_case("bounded"), *several_cases()[1::3]]
         steps = ((1, 1, FP32), (8, 1, BF16), (8, 64, FP32))
         found += [step_case(N, T, False, state) for N, T, state in steps]
-        return [*found, step_case(8, 4, False, FP32, tags=frozenset({"pool", "records", "commits"}), name="commits")]
+        tags = frozenset({"pool", "records", "commits", "trees"})
+        found.append(step_case(8, 4, False, FP32, tags=tags - {"trees"}, name="commits"))
+        return [*found, step_case(8, 8, False, BF16, tags=tags, name="trees")]
     sizes = itertools.product((BF16, FP32), (64, 128, 256), (FEW, MANY))
     found = [chunk_case(dtype, K, K, heads, gate) for dtype, K, heads in sizes for gate in ("bounded", "softplus")]
     found += [chunk_case(FP16, 128, 128, heads, "softplus") for heads in (FEW, MANY)]

@@ -14,11 +14,11 @@ from kda_core_nvidia.plans.backward import plan_backward, plan_begin_backward, p
 from kda_core_nvidia.plans.forward import plan_forward, saved_specs
 from kda_core_nvidia.plans.fragments import plan_begin, plan_finish
 from kda_core_nvidia.plans.layer_step import plan_layer_step
-from kda_core_nvidia.plans.recurrent import add_recurrent, plan_recurrent
+from kda_core_nvidia.plans.recurrent import COMMIT_WARPS, add_recurrent, plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
 WARPS = 4
-"""Warps of a program of ``kda_gate``, of ``commit_kda``, and of the kernels around the operator in a layer."""
+"""Warps of a program of ``kda_gate`` and of the kernels around the operator in a layer."""
 
 _HALVES = {
     "begin": (plan_begin, choose_forward), "finish": (plan_finish, choose_forward),
@@ -51,7 +51,7 @@ def plan_of(
     if isinstance(r, LayerRequest):
         return plan_of_layer(r, 32, WARPS)
     if isinstance(r, CommitRequest):
-        return plan_commit(r, WARPS, True, enable_fp_fusion=False)
+        return plan_commit(r, COMMIT_WARPS, True, enable_fp_fusion=False)
     if isinstance(r, GateRequest):
         return plan_gate(r, WARPS)
     if r.needs_grad:

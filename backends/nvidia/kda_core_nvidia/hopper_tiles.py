@@ -341,10 +341,11 @@ def store_zeros(
     """Zeros for ``count`` rows of the output that no recurrence visits: ``row`` of all, ``start`` of a sequence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    p_o = o + i_h.to(gl.int64) * s_oh
     if DENSE:
-        p_o = o + i_n.to(gl.int64) * s_ob + (start + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
+        p_o += i_n.to(gl.int64) * s_ob + (start + o_r).to(gl.int64)[:, None] * s_ot
     else:
-        p_o = o + (row + o_r).to(gl.int64)[:, None] * s_ot + i_h * s_oh
+        p_o += (row + o_r).to(gl.int64)[:, None] * s_ot
     zeros = gl.full([ROWS, 64], 0.0, o.dtype.element_ty, LAYOUT)
     for first in range(0, V, 64):
         o_v = first + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))

@@ -119,7 +119,8 @@ def prepare_slots(
         r_head, c_head = gl.where(of_second, head1, i_h), gl.where(cw % 2 == 1, head1, i_h)
     p_beta = beta + r_head * s_bh + row * s_bt
     beta0 = write_strength(gl.load(p_beta, mask=r < count, other=0.0), SIGMOID, NEG_EIGVAL)
-    beta1 = write_strength(gl.load(p_beta + 16 * s_bt, mask=r + 16 < count, other=0.0), SIGMOID, NEG_EIGVAL)
+    p_beta += gl.to_tensor(16).to(gl.int64) * s_bt
+    beta1 = write_strength(gl.load(p_beta, mask=r + 16 < count, other=0.0), SIGMOID, NEG_EIGVAL)
     a = tiles.rate_of_head(A_log, c_head)
     if GATE == "bounded":
         # Nor may 0 times the bound be NaN.

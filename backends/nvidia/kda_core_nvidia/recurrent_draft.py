@@ -324,6 +324,7 @@ def recurrent_draft(
             store_products(products, parts, tile.permute([1, 0]) if V_FIRST else tile, TP)
             block_barrier()
             updates = ()
+            p_token, p_update = p_o + turn * BV, p_u + turn * BV
             for t in gl.static_range(CHUNK):
                 if TAPS:
                     b_v = row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, OWN_COLUMN)
@@ -341,8 +342,10 @@ def recurrent_draft(
                 b_o = _number(all_r_q, t, TP, FLAT, OWN_COLUMN) * y_q + _number(all_qk, t, TP, FLAT, OWN_COLUMN) * u
                 u *= b_r
                 updates += (u,)
-                gl.store(p_o + (t * s_ot + turn * BV), b_o.to(o.dtype.element_ty))
-                gl.store(p_u + (t * s_rt + turn * BV), u)
+                gl.store(p_token, b_o.to(o.dtype.element_ty))
+                gl.store(p_update, u)
+                p_token += s_ot
+                p_update += s_rt
     else:
         if STAGED:
             S = tiles.index(0).load(TILE)

@@ -215,6 +215,15 @@ def test_commit_and_draft_in_one_call(kda, fields: dict):
         expect_commit_and_draft(kda, call, earlier, indices(*counts))
 
 
+@RECORDED
+@pytest.mark.parametrize("fields", [KINDS[0], KINDS[-1]])
+def test_a_longer_draft_is_committed_by_a_shorter_one(kda, fields: dict):
+    """It has the bits of the two calls, whatever kernel takes so many records."""
+    earlier = kda.run(draft(kda, indices(4, 0, 2), 12, **fields).recorded())["records"]
+    call = draft(kda, indices(4, -1, 2), 3, **fields).recorded()
+    expect_commit_and_draft(kda, call, earlier, indices(12, 3, 0))
+
+
 # Outputs and records of every token of a tree, and the commit of a path, beside drafts of the path.
 
 TREES = requires(Feature.DRAFT_TREES)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kda_core.request import CommitRequest, Request
+from kda_core.request import Request
 from kda_core.triton_lib.arguments import row_strides, state_strides
-from kda_core.triton_lib.commit_kernels import add_commit
+from kda_core.triton_lib.commit_kernels import add_first_commit
 from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_amd.choose import COMMIT, Architecture, compile_options
@@ -29,11 +29,7 @@ def plan_recurrent(r: Request, chip: Architecture) -> Plan:
 def add_recurrent(b: Builder, r: Request, chip: Architecture) -> tuple[View, View | None]:
     """Add the launch, behind that of a commit; o and the final state."""
     if r.commit is not None:
-        commit = CommitRequest(
-            pool=r.initial_state, records=r.commit, num_accepted=r.num_committed, state_indices=r.ssm_state_indices,
-            state_v_first=r.state_v_first, pad_slot_id=r.pad_slot_id, path=r.commit_path,
-        )  # fmt: skip
-        add_commit(b, commit, COMMIT.num_warps, False, **compile_options(COMMIT, chip))
+        r = add_first_commit(b, r, COMMIT.num_warps, False, **compile_options(COMMIT, chip))
     o, final_state = outputs(b, r)
     f = Frame(b, r, chip)
     indices, accepted = r.ssm_state_indices, r.num_accepted_tokens

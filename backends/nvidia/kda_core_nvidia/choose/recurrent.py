@@ -181,10 +181,13 @@ def _dense_on_hopper(r: Request, chip: Chip) -> bool:
         and r.cu_seqlens is None
         and r.num_accepted_tokens is None
         and r.has_initial_state is None
-        and (r.out is None or r.out.strides[3] == 1)
-        and all(_rows_aligned(x) for x in (r.q, r.k, r.g))
         and _tiles_aligned(r.initial_state)
     )
+
+
+def _summed_alike(r: Request) -> bool:
+    """Whether ``recurrent`` takes its sums in the order in which the kernels for steps and drafts take them."""
+    return all(_rows_aligned(x) for x in (r.q, r.k, r.g))
 
 
 def step_serves(r: Request, chip: Chip, least: int) -> bool:
@@ -202,6 +205,8 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
         and r.final_state_indices is None
         and r.records is None
         and (indices is None or indices.dim() == 1 or indices.shape[1] == 1)
+        and (r.out is None or r.out.strides[3] == 1)
+        and _summed_alike(r)
         and _dense_on_hopper(r, chip)
     )
 
@@ -209,22 +214,29 @@ def step_serves(r: Request, chip: Chip, least: int) -> bool:
 def draft_serves(r: Request, chip: Chip) -> bool:
     """Whether ``recurrent_draft`` takes a call; from float32 states its results are the bits of ``recurrent``.
 
-    From bfloat16 states tokens are one chunk (``draft_chunk``), and trees are drafts like others.
+    From bfloat16 states tokens are one chunk (``draft_chunk``), and trees are drafts like others. There it takes every
+    draft of so many tokens, however its tensors lie and whatever comes first, since no other kernel has its bits.
     """
     state = r.initial_state
-    return (
+    fits = (
         r.records is not None
         and not r.update_state
-        and r.T > 0
         and state is not None
         and state.dtype in (torch.float32, torch.bfloat16)
-        and r.T <= DRAFT_TOKENS
-        and (r.commit is None or r.commit.shape[1] <= DRAFT_TOKENS)
-        and (draft_chunk(r.T, state.dtype) > 0 or (r.commit_path is None and r.parents is None))
-        and (r.commit_path is None or r.commit_path.shape[1] <= DRAFT_TOKENS)
+        and 0 < r.T <= DRAFT_TOKENS
         and r.ssm_state_indices is not None
         and _dense_on_hopper(r, chip)
     )
+    if not fits or draft_chunk(r.T, r.state_dtype):
+        return fits
+    plain = r.commit_path is None and r.parents is None and (r.out is None or r.out.strides[3] == 1)
+    return plain and not commits_apart(r) and _summed_alike(r)
+
+
+def commits_apart(r: Request) -> bool:
+    """Whether more tokens may be committed first than ``recurrent_draft`` takes."""
+    counts = [x.shape[1] for x in (r.commit, r.commit_path) if x is not None]
+    return max(counts, default=0) > DRAFT_TOKENS
 
 
 def choose_layer_step(r: DecodeStepRequest, chip: Chip) -> DraftConfig | None:

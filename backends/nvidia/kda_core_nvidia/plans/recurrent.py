@@ -20,10 +20,11 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import state_strides
-from kda_core.triton_lib.frame import names, outputs, readable
+from kda_core.triton_lib.commit_kernels import add_first_commit
+from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.recurrent import draft_chunk, power_of_two
+from kda_core_nvidia.choose.recurrent import commits_apart, draft_chunk, power_of_two
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -33,6 +34,9 @@ from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
 
 STEP_WARPS = 4
 """Warps of ``recurrent_step`` and ``recurrent_draft``: together they load whole rows of a state."""
+
+COMMIT_WARPS = 4
+"""Warps of a program of ``commit_kda``."""
 
 WITHOUT_LAYER: dict[str, Any] = {
     **dict.fromkeys(("x", "weight", "bias", "conv_state", "inputs", "gate", "norm_weight")), "eps": 0.0,
@@ -55,8 +59,10 @@ def add_recurrent(
     b: Builder, request: Request, choice: RecurrentChoice, leads: bool = False
 ) -> tuple[View, View | None]:
     """Add the launches; o and the final state. ``leads``: a short call's next kernel waits for it by itself."""
-    o, final_state = outputs(b, request, any_strides=True)
+    o, final_state = outputs(b, request, any_strides=choice.draft is None)
     r = readable(b, request)
+    if choice.draft is not None and commits_apart(r):
+        r = add_first_commit(b, r, COMMIT_WARPS, True, enable_fp_fusion=False)
     # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
     named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
     if choice.step is not None:
@@ -67,7 +73,7 @@ def add_recurrent(
         _add_short(b, r, choice, named)
     if choice.prompts is not None:
         _add_prompts(b, r, choice, named)
-    return o, final_state
+    return finish_output(b, request, o), final_state
 
 
 def sequence_strides(packed: bool, **views: View | None) -> dict[str, int]:
