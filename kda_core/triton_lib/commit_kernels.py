@@ -20,7 +20,7 @@ from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.factor import decayed
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.packing import is_padding
-from kda_core.triton_lib.plan import Builder, Plan, changed, input_layouts
+from kda_core.triton_lib.plan import Builder, Plan, input_layouts
 
 ELEMENTS = 4096
 """Elements of a state in a program."""
@@ -158,12 +158,8 @@ def plan_commit(r: CommitRequest, num_warps: int, signed: bool, **options: Any) 
 
 def add_first_commit(b: Builder, r: Request, num_warps: int, signed: bool, **options: Any) -> Request:
     """Add the commit that a call begins with; the rest of the call. Other arguments as of ``plan_commit``."""
-    commit = CommitRequest(
-        pool=r.initial_state, records=r.commit, num_accepted=r.num_committed, state_indices=r.ssm_state_indices,
-        state_v_first=r.state_v_first, pad_slot_id=r.pad_slot_id, path=r.commit_path,
-    )  # fmt: skip
-    add_commit(b, commit, num_warps, signed, **options)
-    return changed(r, commit=None, num_committed=None, commit_path=None)
+    add_commit(b, r.committing(), num_warps, signed, **options)
+    return r.after_commit()
 
 
 def add_commit(b: Builder, r: CommitRequest, num_warps: int, signed: bool, **options: Any) -> None:

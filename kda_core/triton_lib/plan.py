@@ -94,6 +94,10 @@ class View(NamedTuple):
         aligned = self.aligned and start * self.itemsize % 16 == 0
         return self._replace(shape=shape, offset=self.offset + start, aligned=aligned)
 
+    def flatten(self) -> View:
+        """As of a tensor, of [N] or [N, 1]."""
+        return self._replace(shape=self.shape[:1], strides=self.strides[:1])
+
     @property
     def mT(self) -> View:
         """The last two dimensions exchanged."""
