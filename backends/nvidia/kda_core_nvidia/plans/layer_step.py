@@ -8,9 +8,9 @@ from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.frame import finish_output, gate_parameters, names, output
 from kda_core.triton_lib.layer_plans import convolved
 from kda_core.triton_lib.plan import Builder, Plan, changed, input_layouts
-from kda_core_nvidia.choose.recurrent import DraftConfig, draft_chunk, power_of_two
+from kda_core_nvidia.choose.recurrent import DraftConfig
 from kda_core_nvidia.layer_step import layer_step
-from kda_core_nvidia.plans.recurrent import record_arguments, sequence_strides
+from kda_core_nvidia.plans.recurrent import draft_arguments, sequence_strides
 from kda_core_nvidia.recurrent_draft import DRAFT_COLUMNS, SIZE, recurrent_draft
 
 WARPS = SIZE.value // DRAFT_COLUMNS.value
@@ -35,21 +35,17 @@ def plan_layer_step(r: DecodeStepRequest, config: DraftConfig) -> Plan:
     call = changed(r.recurrence(*convolved(r, x), r.state), g=g, **gate_parameters(b, r))
     named = names(call) | sequence_strides(False, g=g, b=r.beta, o=o, a=gate) | own
     kernel = layer_step if r.records is None else recurrent_draft
-    named |= {"state": r.state} if r.records is None else _draft(b, r, call)
+    named |= {"state": r.state} if r.records is None else _draft(b, r, call, config)
     b.pick(kernel, N * H, WARPS, named, enable_fp_fusion=False, maxnreg=config.registers)
     finish_output(b, r, o)
     return b.plan(input_layouts(r), {"o": o if r.out is None else None})
 
 
-def _draft(b: Builder, r: DecodeStepRequest, call: Request) -> dict[str, Any]:
+def _draft(b: Builder, r: DecodeStepRequest, call: Request, config: DraftConfig) -> dict[str, Any]:
     """Further arguments of a draft; the convolution's rows take the place of q, k and v."""
     unused = dict.fromkeys(("q", "k", "v", "inputs"))
-    found = unused | sequence_strides(False, **unused) | record_arguments(b, call) | {
-        "s_xi": 0, "s_ti": 0, "CHUNK": draft_chunk(call.T, r.state.dtype), "TURNS": 1, "TP": power_of_two(call.T),
-        "CP": 0,
-    }  # fmt: skip
+    found = unused | sequence_strides(False, **unused) | draft_arguments(b, call, config) | {"s_xi": 0, "s_ti": 0}
     if r.commit is not None:
         inputs = b.rows(r.commit_inputs)
         found |= {"inputs": inputs, "s_xi": inputs.stride(0), "s_ti": inputs.stride(1)}
-        found["CP"] = power_of_two(max(1, found["C"]))
     return found

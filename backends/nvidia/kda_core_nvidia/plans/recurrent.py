@@ -24,7 +24,7 @@ from kda_core.triton_lib.commit_kernels import add_first_commit
 from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.recurrent import commits_apart, draft_chunk, power_of_two
+from kda_core_nvidia.choose.recurrent import DraftConfig, commits_apart, draft_chunk, power_of_two
 from kda_core_nvidia.recurrent import recurrent
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
@@ -103,12 +103,8 @@ def _add_step(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, 
 
 
 def _add_draft(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
-    config, records = choice.draft, record_arguments(b, r)
-    own = WITHOUT_LAYER | records | {
-        "I_ROW": named["I_V" if r.state_v_first else "I_K"], "TP": power_of_two(r.T), "TURNS": config.turns,
-        "CP": 0 if r.commit is None else power_of_two(max(1, records["C"], records["M"])),
-        "CHUNK": draft_chunk(r.T, r.state_dtype), "STAGED": config.staged,
-    }  # fmt: skip
+    config = choice.draft
+    own = WITHOUT_LAYER | draft_arguments(b, r, config) | {"I_ROW": named["I_V" if r.state_v_first else "I_K"]}
     programs = r.N * r.HV * (SIZE.value // (config.turns * STEP_WARPS * DRAFT_COLUMNS.value))
     b.pick(recurrent_draft, programs, STEP_WARPS, named | own, maxnreg=config.registers, enable_fp_fusion=False)
 
@@ -146,6 +142,15 @@ def record_arguments(b: Builder, r: Request) -> dict[str, Any]:
         "records": r.records, "commit": commit, "committed": r.num_committed, "parents": b.dense(r.parents),
         "path": path, "M": 0 if path is None else path.shape[1], "C": 0 if commit is None else commit.shape[1],
         "s_committed": 0 if commit is None else r.num_committed.stride(0),
+    }  # fmt: skip
+
+
+def draft_arguments(b: Builder, r: Request, config: DraftConfig) -> dict[str, Any]:
+    """The same with those of ``recurrent_draft`` alone, whose rows of tokens and records are as many as it unrolls."""
+    found = record_arguments(b, r)
+    return found | {
+        "TP": power_of_two(r.T), "CP": 0 if r.commit is None else power_of_two(max(1, found["C"], found["M"])),
+        "CHUNK": draft_chunk(r.T, r.state_dtype), "TURNS": config.turns, "STAGED": config.staged,
     }  # fmt: skip
 
 
