@@ -140,7 +140,8 @@ def kept(r: Request, hopper: bool) -> dict[str, torch.Tensor]:
     choice = choose_forward(meta, on)
     assert isinstance(choice.recurrence, HopperConfig)
     if not hopper:
-        choice = replace(choice, recurrence=recurrence_config(on, r.q.dtype, r.K, r.V, heads))
+        # True: states are stored at chunks.
+        choice = replace(choice, recurrence=recurrence_config(on, r.q.dtype, r.K, r.V, heads, True))
     plan = plan_forward(meta, choice)
     assert plan.kernels[-1] == ("recurrence_hopper" if hopper else "recurrence")
     return {"o": run_plan(plan, r)["o"], "states": r.initial_state, "checkpoints": r.checkpoint_pool}
