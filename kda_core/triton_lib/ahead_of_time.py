@@ -351,4 +351,9 @@ def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
         else:
             call = replace(call, indices=slots, accepted=slots[:, 0], lower_bound=-5.0)
         rows = {n: getattr(call, n)[:, :T] for n in ("x", "g", "beta", "norm_gate")}
-        yield f"step of a layer, T {T}, {kind}", replace(call, **rows)
+        call = replace(call, **rows)
+        yield f"step of a layer, T {T}, {kind}", call
+        if T == 1 and dtype == torch.bfloat16:
+            # Many states may have another configuration.
+            rows = {n: x[:1].expand(32, *x.shape[1:]) for n, x in rows.items()}
+            yield f"step of a layer, N 32, {kind}", replace(call, indices=call.indices[:1].expand(32), **rows)

@@ -99,9 +99,10 @@ def test_step_of_other_dtypes(dtype, v_first, state):
 
 
 @pytest.mark.parametrize(("v_first", "state"), KINDS)
-def test_step_of_many_sequences(v_first, state):
-    """Rows of a call do not depend on how many it has."""
-    call = step(130, v_first, state)
+@pytest.mark.parametrize("N", [50, 130, 350])  # 150, 390 and 1,050 states
+def test_step_of_many_sequences(N, v_first, state):
+    """Rows of a call do not depend on how many it has, nor on the configuration that many states take."""
+    call = step(N, v_first, state)
     o = both(call)
     for rows in (slice(2, 3), slice(7, 20)):
         by_row = {n: call[n][rows] for n in ("x", "g", "beta", "norm_gate", "indices")}

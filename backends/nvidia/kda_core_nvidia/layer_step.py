@@ -2,7 +2,8 @@
 
 A program has a whole head of a sequence: it convolves the head's channels of q, k and v, a thread for each, which reads
 the inputs before the token and writes them back; it advances the head's state, by way of shared memory; and it norms
-the head's output. Nothing passes from one program to another.
+the head's output. Nothing passes from one program to another. With half as many warps it takes one half of the value
+channels after the other, which both load at once: more programs run on a multiprocessor then.
 
 All sums are taken in the order of ``convolution_step_kernel``, ``recurrent`` and ``norm_step_kernel``: not a bit of a
 result shows which kernels it came from. ``recurrent_draft`` says how a tile lies in threads.
@@ -58,9 +59,11 @@ def layer_step(
     I_ROW: gl.constexpr,  # stride of a state's rows
     GATE: gl.constexpr, L2NORM: gl.constexpr, SIGMOID: gl.constexpr, NEG_EIGVAL: gl.constexpr, V_FIRST: gl.constexpr,
     STAGED: gl.constexpr,  # a state comes by way of shared memory, and is read from there twice
+    TURNS: gl.constexpr,  # with STAGED: blocks of value channels, one after the other; else 1
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
-    COLUMNS: gl.constexpr = SIZE // WARPS
+    BV: gl.constexpr = SIZE // TURNS
+    COLUMNS: gl.constexpr = BV // WARPS
     WIDE: gl.constexpr = state.dtype.element_ty == gl.float32
     HALVES: gl.constexpr = 2 if WIDE and not V_FIRST else 1
     VECTOR: gl.constexpr = 4 if WIDE else 8
@@ -71,7 +74,8 @@ def layer_step(
         OWN: gl.constexpr = COLUMNS * LANES // 32
         TILE: gl.constexpr = gl.BlockedLayout([OWN, 64 // LANES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
         L: gl.constexpr = gl.BlockedLayout([OWN, 1, 64 // LANES], [32 // LANES, 1, LANES], [WARPS, 1, 1], [2, 1, 0])
-        PARTED: gl.constexpr = (SIZE, 2, 64)
+        SHAPE: gl.constexpr = (BV, SIZE)
+        PARTED: gl.constexpr = (BV, 2, 64)
         KEYS: gl.constexpr = gl.SliceLayout(0, L)
         VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
         LAID: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, 1, 1, [1, 0])
@@ -80,11 +84,17 @@ def layer_step(
         LANES: gl.constexpr = 32 // PARTS
         TILE: gl.constexpr = gl.BlockedLayout([1, COLUMNS // LANES], [PARTS, LANES], [1, WARPS], [1, 0])
         L: gl.constexpr = gl.BlockedLayout([1, 1, COLUMNS // LANES], [1, PARTS, LANES], [1, 1, WARPS], [2, 1, 0])
-        PARTED: gl.constexpr = (SIZE // PARTS, PARTS, SIZE)
+        SHAPE: gl.constexpr = (SIZE, BV)
+        PARTED: gl.constexpr = (SIZE // PARTS, PARTS, BV)
         KEYS: gl.constexpr = gl.SliceLayout(2, L)
         VALUES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
         LAID: gl.constexpr = gl.SwizzledSharedLayout(COLUMNS, 1, WARPS, [1, 0])
-    LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [VECTOR // 4, 128 // VECTOR], [WARPS, 1], [1, 0])
+    # Whole lines of memory; the dimension of a state's key channels.
+    ACROSS: gl.constexpr = SHAPE[1] // VECTOR
+    LINES: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    K_DIM: gl.constexpr = 1 if V_FIRST else 0
+    LINES_K: gl.constexpr = gl.SliceLayout(1 - K_DIM, LINES)
+    LINES_V: gl.constexpr = gl.SliceLayout(K_DIM, LINES)
     ROW: gl.constexpr = gl.BlockedLayout([HALVES, 4 // HALVES], [1, 32], [WARPS, 1], [1, 0])
     KEPT: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, PARTS // 4), min(PARTS, 4), [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -129,15 +139,16 @@ def layer_step(
         p_row += s_cr
     p_state = state + i_state * s_in + i_h * s_ih
     if STAGED:
-        tile = gl.allocate_shared_memory(state.dtype.element_ty, [SIZE, SIZE], LAID)
-        o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
-        o_column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LINES))[None, :]
-        copy_elements(tile, p_state + (o_row * I_ROW + o_column))
-        async_copy.commit_group()
-    o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
-    o_column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, TILE))[None, :]
-    p_state += o_row * I_ROW + o_column
-    if not STAGED:
+        tiles = gl.allocate_shared_memory(state.dtype.element_ty, [TURNS, SHAPE[0], SHAPE[1]], LAID)
+        o_row = gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, LINES)).to(gl.int64)[:, None]
+        o_column = gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, LINES))[None, :]
+        p_lines = p_state + (o_row * I_ROW + o_column)
+        for turn in gl.static_range(TURNS):
+            copy_elements(tiles.index(turn), p_lines + turn * (BV * I_ROW if V_FIRST else BV))
+            async_copy.commit_group()
+    else:
+        o_row = gl.arange(0, SIZE, layout=gl.SliceLayout(1, TILE)).to(gl.int64)[:, None]
+        p_state += o_row * I_ROW + gl.arange(0, SIZE, layout=gl.SliceLayout(0, TILE))[None, :]
         S = gl.load(p_state)
 
     factor = decay_factor(log2_decay(b_g.to(gl.float32), rate, dt, lower_bound, GATE))
@@ -153,41 +164,55 @@ def layer_step(
     rows = seen_as(inputs, gl.float32, [4, HALVES, HALF], PLAIN)
     b_q = rows.index(0).load(ROW)
     b_k = rows.index(1).load(ROW)
-    b_v = seen_as(inputs, gl.float32, [4, SIZE], FLAT).index(2).load(VALUES)
     r_q = scale
     r_k = 1.0
     if L2NORM:
         r_q *= gl.rsqrt(gl.sum(gl.sum(b_q * b_q, 1), 0) + NORM_EPS)
         r_k *= gl.rsqrt(gl.sum(gl.sum(b_k * b_k, 1), 0) + NORM_EPS)
     qk = gl.sum(gl.sum(b_q * b_k, 1), 0) * (r_q * r_k)
-    all_k = keep(b_k, 1, PARTS, KEPT, V_FIRST)
-    factors = keep(factor, 1, PARTS, KEPT, V_FIRST)
+    if STAGED:
+        all_k = seen_as(inputs, gl.float32, [4, SIZE], FLAT).index(1)
+        factors = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, factor.reshape([SIZE]))
+        updates = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT)
+    else:
+        all_k = keep(b_k, 1, PARTS, KEPT, V_FIRST)
+        factors = keep(factor, 1, PARTS, KEPT, V_FIRST)
     all_k_d = keep(decayed(b_k, factor), 1, PARTS, KEPT, V_FIRST)
     all_q_d = keep(decayed(b_q, factor), 1, PARTS, KEPT, V_FIRST)
-    if STAGED:
-        async_copy.wait_group(0)
-    block_barrier()
-
-    if STAGED:
-        S = tile.load(TILE)
-    S = _parted(S, WIDE, PARTED, L)
-    y_k = contract(S * kept(all_k_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), SIZE, HALVES, VALUES, V_FIRST)
-    y_q = contract(S * kept(all_q_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), SIZE, HALVES, VALUES, V_FIRST)
-    u = b_beta * (b_v - r_k * y_k)
-    b_o = (r_q * y_q + qk * u).to(x.dtype.element_ty)
-    if gate is None:
-        gl.store(p_o + gl.arange(0, SIZE, layout=VALUES), b_o)
-    else:
-        outputs = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT, b_o.to(gl.float32))
-    u *= r_k
-    if STAGED:
-        # The tile is read again: its registers would keep other programs from running.
+    if gate is not None:
+        outputs = gl.allocate_shared_memory(gl.float32, [SIZE], FLAT)
+    for turn in gl.static_range(TURNS):
+        if STAGED:
+            async_copy.wait_group(TURNS - 1 - turn)
         block_barrier()
-        S = _parted(tile.load(TILE), WIDE, PARTED, L)
-    S = decayed(S, kept(factors, 0, 1, PARTS, KEPT, KEYS, V_FIRST))
-    S = gl.fma(along_v(u, V_FIRST), kept(all_k, 0, 1, PARTS, KEPT, KEYS, V_FIRST), S)
-    S = gl.convert_layout(S.reshape([SIZE, SIZE]), TILE)
-    gl.store(p_state, S if WIDE else rounded(S))
+        if STAGED:
+            S = tiles.index(turn).load(TILE)
+        S = _parted(S, WIDE, PARTED, L)
+        y_k = contract(S * kept(all_k_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+        y_q = contract(S * kept(all_q_d, 0, 1, PARTS, KEPT, KEYS, V_FIRST), BV, HALVES, VALUES, V_FIRST)
+        b_v = seen_as(inputs, gl.float32, [4 * TURNS, BV], FLAT).index(2 * TURNS + turn).load(VALUES)
+        u = b_beta * (b_v - r_k * y_k)
+        b_o = (r_q * y_q + qk * u).to(x.dtype.element_ty)
+        if gate is None:
+            gl.store(p_o + (turn * BV + gl.arange(0, BV, layout=VALUES)), b_o)
+        else:
+            outputs.slice(turn * BV, BV).store(b_o.to(gl.float32))
+        u *= r_k
+        if STAGED:
+            # The tile is read again, in whole lines: its registers would keep other programs from running.
+            updates.slice(turn * BV, BV).store(u)
+            block_barrier()
+            S = tiles.index(turn).load(LINES)
+            if not WIDE:
+                S = widen(S)
+            b_u = gl.expand_dims(updates.slice(turn * BV, BV).load(LINES_V), K_DIM)
+            S = decayed(S, gl.expand_dims(factors.load(LINES_K), 1 - K_DIM))
+            S = gl.fma(b_u, gl.expand_dims(all_k.load(LINES_K), 1 - K_DIM), S)
+            gl.store(p_lines + turn * (BV * I_ROW if V_FIRST else BV), S if WIDE else rounded(S))
+        else:
+            S = decayed(S, kept(factors, 0, 1, PARTS, KEPT, KEYS, V_FIRST))
+            S = gl.fma(along_v(u, V_FIRST), kept(all_k, 0, 1, PARTS, KEPT, KEYS, V_FIRST), S)
+            gl.store(p_state, gl.convert_layout(S.reshape(SHAPE), TILE))
     if gate is not None:
         block_barrier()
         b_o = normed(seen_as(outputs, gl.float32, [1, SIZE], PLAIN).load(NORM), b_gate, b_w, eps)

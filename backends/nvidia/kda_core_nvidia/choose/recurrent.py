@@ -109,6 +109,17 @@ MOST_LAYER_DRAFTS = 512
 """States N · HV in bfloat16 whose drafts one launch takes; for more, three are faster (H200: 1024 48 and 44 µs)."""
 
 
+# Measured on an H200 at H = 32, N = 1 to 256. Where a warp reads whole rows of float32, registers for two programs a
+# multiprocessor are faster than shared memory for three.
+LAYER_STEPS = {
+    (False, False): ((0, DraftConfig(96, True, 2)),),
+    (False, True): ((0, DraftConfig(64, True)), (256, DraftConfig(80, True, 2)), (1024, DraftConfig(64, True))),
+    (True, False): ((0, DraftConfig(128, False)),),
+    (True, True): ((0, DraftConfig(80, True)), (128, DraftConfig(96, True, 2))),
+}
+"""Configurations of ``layer_step`` by (V first, states in 16 bits), each with the least states N · HV for it."""
+
+
 def blocks_config(chip: Chip, K: int, V: int) -> tuple[int, int]:
     """Value channels and warps of a program of ``blocks_recurrence``; they depend on no number of sequences."""
     if K > 128:
@@ -242,8 +253,7 @@ def commits_apart(r: Request) -> bool:
 def choose_layer_step(r: DecodeStepRequest, chip: Chip) -> DraftConfig | None:
     """How one kernel takes a call of ``kda_decode_step``, ``layer_step`` or ``recurrent_draft``; None: neither does.
 
-    Measured on an H100 at H = 32, N = 1 to 256; no bit of a result shows it. Where a warp reads whole rows of float32,
-    registers for two programs a multiprocessor are faster than shared memory for three.
+    No bit of a result shows which one it was.
     """
     state, indices = r.state, r.indices
     N, T, HV, K = r.g.shape
@@ -261,8 +271,8 @@ def choose_layer_step(r: DecodeStepRequest, chip: Chip) -> DraftConfig | None:
         return None
     half = state.dtype.itemsize == 2
     if r.records is None:
-        rows = r.state_v_first and not half
-        return DraftConfig(128 if rows else 80, not rows) if T == 1 else None
+        table = LAYER_STEPS[r.state_v_first, half]
+        return [c for least, c in table if N * HV >= least][-1] if T == 1 else None
     if max(T, 0 if r.commit is None else r.commit.shape[1]) > DRAFT_TOKENS:
         return None
     if half and N * HV > MOST_LAYER_DRAFTS:

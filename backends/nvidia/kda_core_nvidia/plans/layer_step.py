@@ -30,13 +30,13 @@ def plan_layer_step(r: DecodeStepRequest, config: DraftConfig) -> Plan:
         "x": x, "weight": b.dense(r.weight), "bias": b.dense(r.bias), "conv_state": r.conv_state, "gate": gate,
         "norm_weight": b.dense(r.norm_weight), "o": o, "eps": float(r.norm_eps), "s_xn": x.stride(0),
         "s_xt": x.stride(1), "s_cs": s_cs, "s_cr": s_cr, "s_cd": s_cd, "s_in": s_in, "s_ih": s_ih, "I_ROW": I_ROW,
-        "slots": r.state.shape[0], "TAPS": r.weight.shape[1], "STAGED": config.staged,
+        "slots": r.state.shape[0], "TAPS": r.weight.shape[1], "STAGED": config.staged, "TURNS": config.turns,
     }  # fmt: skip
     call = changed(r.recurrence(*convolved(r, x), r.state), g=g, **gate_parameters(b, r))
     named = names(call) | sequence_strides(False, g=g, b=r.beta, o=o, a=gate) | own
     kernel = layer_step if r.records is None else recurrent_draft
     named |= {"state": r.state} if r.records is None else _draft(b, r, call, config)
-    b.pick(kernel, N * H, WARPS, named, enable_fp_fusion=False, maxnreg=config.registers)
+    b.pick(kernel, N * H, WARPS // config.turns, named, enable_fp_fusion=False, maxnreg=config.registers)
     finish_output(b, r, o)
     return b.plan(input_layouts(r), {"o": o if r.out is None else None})
 
