@@ -17,7 +17,7 @@ from kda_core_nvidia import aot
 from kda_core_nvidia.aot import TOOL, step_case
 from kda_core_nvidia.calls import plan_of
 from kda_core_nvidia.choose import CHIPS
-from kda_core_nvidia.choose.recurrent import DRAFT_TOKENS, RECURRENT_CONFIGS, STEP_CONFIGS
+from kda_core_nvidia.choose.recurrent import DRAFT_TOKENS, LAYER_STEPS, RECURRENT_CONFIGS, STEP_CONFIGS
 from kda_core_nvidia.machine_code import uses_stack_pointer
 from triton._C.libtriton import ir
 from triton.backends.compiler import BaseBackend
@@ -77,9 +77,11 @@ def test_every_configuration_of_decoding_is_compiled():
     drafts = {tuple(x.arguments[n] for n in names) for x in TOOL.shipped("90", "recurrent_draft")}
     from_float32 = {(False, True, 1), (False, False, 1), (True, False, 1)}
     assert drafts == from_float32 | {(v_first, True, turns) for v_first in (False, True) for turns in (1, 2)}
-    names = ("V_FIRST", "maxnreg", "STAGED")
-    steps = {tuple(x.arguments[n] for n in names) for x in TOOL.shipped("90", "layer_step")}
-    assert steps == {(False, 80, True), (True, 80, True), (True, 128, False)}
+    names = ("V_FIRST", "maxnreg", "STAGED", "TURNS")
+    steps = {(x.arguments["state"].dtype, *(x.arguments[n] for n in names)) for x in TOOL.shipped("90", "layer_step")}
+    dtypes = (torch.float32, torch.bfloat16)
+    tables = {(v_first, dtypes[half]): table for (v_first, half), table in LAYER_STEPS.items()}
+    assert steps == {(x, v, c.registers, c.staged, c.turns) for (v, x), table in tables.items() for _, c in table}
 
 
 @pytest.mark.end_to_end
