@@ -19,7 +19,7 @@ from typing import Any
 import pluggy
 import torch
 
-from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
+from kda_core import _checks, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
 from kda_core._kinds import Repeated
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
@@ -239,13 +239,15 @@ class Registry:
             refusal = backend.undeclared(request) or backend.rejection(request)
             if refusal is not None:
                 raise UnsupportedCall(f"backend {name!r} refuses this call: {refusal}")
-        plans = backend.call("kda_core_plan", request=request, chip=chip)
+        plans = backend and backend.call("kda_core_plan", request=request, chip=chip)
         if not plans:
-            raise UnsupportedCall(f"backend {backend.info.name!r} makes no plans")
+            raise UnsupportedCall(f"backend {backend.info.name if backend else 'meta'!r} makes no plans")
         return plans
 
-    def choose(self, request: AnyRequest, name: str | None) -> Backend:
+    def choose(self, request: AnyRequest, name: str | None) -> Any:
         """The backend that serves a call; checks the call's arguments on the way.
+
+        None for tensors on the meta device: fake kernels of the operators serve them, and no backend need be installed.
 
         Raises:
             ValueError, TypeError: the arguments are wrong.
@@ -284,7 +286,7 @@ class Registry:
             self._asked[_question(request.op, args, kwargs)] = same, rest, answer
         return answer
 
-    def _backend_of(self, request: AnyRequest, name: str | None) -> Backend:
+    def _backend_of(self, request: AnyRequest, name: str | None) -> Backend | None:
         key = signature(request, name)
         try:
             found = None if key is None else self._choices.get(key)
@@ -300,7 +302,7 @@ class Registry:
         request.__dict__["memo"] = memo
         return backend
 
-    def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
+    def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend | None:
         """The backend of a call with a new signature, or without one (``key`` is None)."""
         if _checks.convert_scalars(request) | _checks.resolve_signs(request):
             return self._backend_of(request, name)
@@ -312,7 +314,7 @@ class Registry:
         except UnsupportedCall as error:
             self._keep(key, str(error), memo)
             raise
-        if key is not None:
+        if key is not None and backend is not None:
             self._keep(key, backend, memo)
             request.__dict__["memo"] = memo
         return backend
@@ -326,10 +328,10 @@ class Registry:
             self._asked.clear()
         self._choices[key] = choice, memo
 
-    def _choose(self, request: AnyRequest, name: str | None) -> Backend:
+    def _choose(self, request: AnyRequest, name: str | None) -> Backend | None:
         verdicts = []
         for verdict, backend in self._verdicts(request, name, self.backends if name is None else (self.named(name),)):
-            if backend is not None and verdict.status == "chosen":
+            if verdict.status == "chosen":
                 return backend
             if name is not None:
                 raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {verdict.reason}")
@@ -354,9 +356,9 @@ class Registry:
 
         At most one is "chosen": of meta tensors, or of the first that accepts (the one of that name, if one is given).
         """
-        chosen = _meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None)
+        chosen = _is_meta(request) and (name is None or self.named(name).undeclared(request) is None)
         if chosen:
-            yield Verdict(_meta.NAME, "chosen", "shapes, dtypes and strides; nothing is computed"), _meta.META
+            yield Verdict("meta", "chosen", "shapes, dtypes and strides; nothing is computed"), None
         seen = set()
         for backend in backends:
             own = backend.info.name
@@ -374,10 +376,15 @@ class Registry:
                 yield Verdict(own, "not installed", platforms.install_command(wheel)), None
 
 
+def _is_meta(request: AnyRequest) -> bool:
+    """Whether the call's tensors have no values; fake tensors that stand for tensors of a device do not count."""
+    return request.device.type == "meta"
+
+
 def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: bool) -> Verdict:
     """The verdict of a backend, "chosen" where it accepts and it is ``asked`` to serve the call."""
     own = backend.info.name
-    if own == name and _meta.is_meta(request):
+    if own == name and _is_meta(request):
         undeclared = backend.undeclared(request)
         status: Status = "refused" if undeclared else "accepted"
         return Verdict(own, status, undeclared or "declares what the call needs; nothing runs here")
