@@ -19,10 +19,19 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from kda_core import _expect as expect
-from kda_core._expect import DATA_DTYPES, INDEX_DTYPES, fail, is_normal, names_of, normal_range, shape_of, state_dtypes
-from kda_core._overlaps import extent
+from kda_core._expect import (
+    DATA_DTYPES,
+    INDEX_DTYPES,
+    extent,
+    fail,
+    is_normal,
+    names_of,
+    normal_range,
+    shape_of,
+    state_dtypes,
+)
 from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
-from kda_core._signature import is_plain
+from kda_core._torch_private import is_plain
 from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
 
 CHUNK_SIZES = (32, 64)

@@ -13,7 +13,7 @@ import torch
 
 from kda_core import _checked, _plugins, hookspecs, platforms
 from kda_core._contract import found_entry_points
-from kda_core._devices import default_device
+from kda_core._explain import default_device
 from kda_core._ledger import said_by
 from kda_core.capabilities import FOREIGN_VARIABLE, Available, BackendInfo, Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, UnsupportedCall

@@ -23,12 +23,11 @@ from torch import Tensor
 from kda_core import _autograd, _torch_private
 from kda_core._bind import default_scale
 from kda_core._plugins import TRACED, Backend, registry
-from kda_core._results import chunks_of
 from kda_core._schemas import NAMESPACE, OPERATORS, Operator, Schema
-from kda_core._signature import is_plain
+from kda_core._torch_private import is_plain
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.request import AnyRequest, CommitRequest, ForwardResult, GateRequest, Request
+from kda_core.request import AnyRequest, CommitRequest, ForwardResult, GateRequest, Request, chunks_of
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 

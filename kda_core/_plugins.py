@@ -21,10 +21,9 @@ import torch
 
 from kda_core import _checks, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
-from kda_core._kinds import Repeated
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
-from kda_core._signature import Same, signature
+from kda_core._signature import Repeated, Same, signature
 from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable

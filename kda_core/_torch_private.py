@@ -131,6 +131,19 @@ unwrapped: Callable[[Tensor], Tensor] = _found(torch._C, "_functorch.get_unwrapp
 
 may_be_wrapped: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: True)
 
+_PLAIN = frozenset({Tensor, Parameter})
+
+
+def is_plain(t: Any) -> bool:
+    """Whether ``t`` is a tensor with values, rather than a fake or wrapped one."""
+    return type(t) in _PLAIN
+
+
+def is_own(t: Any) -> bool:
+    """Whether ``t`` is a plain tensor that holds its own values: no view with another sign, nothing of a transform."""
+    return is_plain(t) and not t.is_neg() and not may_be_wrapped(t)
+
+
 TRANSFORMS_KEY = "FuncTorchDynamicLayerFrontMode"
 """Dispatch key that ``torch.func`` asks first."""
 
