@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kda_core import _torch_private
+from kda_core._kinds import Kind, Repeated
 from kda_core._loaded import Backend
 from kda_core._schemas import NAMESPACE, OPERATORS, Operator
-from kda_core._signature import Kind, Repeated
-from kda_core._torch_private import is_own, needs_operator
+from kda_core._signature import is_own
+from kda_core._torch_private import needs_operator
 from kda_core.errors import NO_DOUBLE_BACKWARD, NO_FORWARD_MODE
 from kda_core.request import ForwardResult, GateRequest, Request
 

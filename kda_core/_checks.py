@@ -31,7 +31,7 @@ from kda_core._expect import (
     state_dtypes,
 )
 from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
-from kda_core._torch_private import is_plain
+from kda_core._signature import is_plain
 from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
 
 CHUNK_SIZES = (32, 64)
@@ -39,9 +39,9 @@ FLAGS = tuple(f.name for f in fields(Request) if f.type == "bool")
 NUMBERS = ("scale", "lower_bound")
 PYTHON = (bool, int, float, type(None))
 OPTIONS = {
-    Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id", "checkpoint_every"), GateRequest: ("lower_bound",),
-    CommitRequest: ("state_v_first", "pad_slot_id"),
-}  # fmt: skip
+    kind: tuple(f.name for f in fields(kind) if f.type in ("bool", "int", "float", "float | None"))
+    for kind in (Request, GateRequest, CommitRequest)
+}
 """Fields that are flags or numbers."""
 
 

@@ -99,12 +99,13 @@ def supports(op: str, /, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         BackendNotFound, BrokenBackend: ``backend=`` names one that cannot be used at all.
     """
     name = _plugins.requested_name(kwargs.get("backend"))
-    answer = registry.answered(op, args, kwargs, name)
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    answer = registry.answered(op, values, name)
     if answer is not None:
         return answer
     _signature(op)
     try:
-        return _ask(lambda r, name: registry.supports(r, args, kwargs, name), op, args, kwargs)
+        return _ask(lambda r, name: registry.supports(r, values, name), op, args, kwargs)
     except (ValueError, TypeError) as error:
         return False, str(error)
 

@@ -24,7 +24,7 @@ from kda_core import _autograd, _torch_private
 from kda_core._bind import default_scale
 from kda_core._plugins import TRACED, Backend, registry
 from kda_core._schemas import NAMESPACE, OPERATORS, Operator, Schema
-from kda_core._torch_private import is_plain
+from kda_core._signature import is_plain
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.request import AnyRequest, CommitRequest, ForwardResult, GateRequest, Request, chunks_of
@@ -257,7 +257,10 @@ def count_writes(r: Any) -> None:
 
 
 def call(r: AnyRequest, backend: str | None) -> Any:
-    """Run a request through its operator, for autograd, fake tensors and compilers; as ``Backend.forward``."""
+    """Run a request through its operator, for autograd, fake tensors and compilers; as ``Backend.forward``.
+
+    Results that the call does not ask for are absent tensors.
+    """
     row = OPERATORS[r.op]
     # Compilers trace this; that of torch 2.7 knows no | of dictionaries.
     more: dict[str, Any] = {"backend": backend or ""}
@@ -271,8 +274,4 @@ def call(r: AnyRequest, backend: str | None) -> Any:
     if not isinstance(r, Request):
         return found
     o, final_state, h, *_ = found
-    return ForwardResult(
-        o=o if r.out is None else r.out,
-        final_state=final_state if r.output_final_state and not r.inplace_final_state else None,
-        h=h if r.return_intermediate_states else None,
-    )
+    return ForwardResult(o if r.out is None else r.out, final_state, h)

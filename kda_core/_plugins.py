@@ -21,9 +21,10 @@ import torch
 
 from kda_core import _checks, _torch_private, hookspecs, platforms
 from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
+from kda_core._kinds import Repeated
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
-from kda_core._signature import Repeated, Same, signature
+from kda_core._signature import Same, signature
 from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import BackendInfo, Unavailable
@@ -59,8 +60,8 @@ class Registry:
         self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
         # By public function, its last calls that may be repeated.
         self.repeated: dict[str, tuple[Repeated, ...]] = {}
-        # By ``_question``, a match with the last question, the rest of it, and the answer of ``supports``.
-        self._asked: dict[tuple, tuple[Same, tuple, tuple[bool, str]]] = {}
+        # By ``_question``, a match with the last question, and the answer of ``supports``.
+        self._asked: dict[tuple, tuple[Same, tuple[bool, str]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -257,32 +258,27 @@ class Registry:
             _checks.check_values(request)  # type: ignore[arg-type]
         return backend
 
-    def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
-        """The answer of ``supports`` to the arguments of a call, if it was asked the same before."""
+    def answered(self, op: str, values: dict[Any, Any], name: str | None) -> tuple[bool, str] | None:
+        """The answer of ``supports`` to the arguments of a call, by place or name, if it was asked the same before."""
         try:
-            same, rest, answer = self._asked[_question(op, args, kwargs)]
+            same, answer = self._asked[_question(op, values, name)]
         except (AttributeError, KeyError, RuntimeError, TypeError):  # wrong arguments, or a nested tensor
             return None
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        known = rest == (len(values), name, torch.is_grad_enabled()) and same(values) is not None
-        return answer if known else None
+        return answer if same(values) is not None else None
 
-    def supports(self, request: AnyRequest, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str]:
-        """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read.
+    def supports(self, request: AnyRequest, values: dict[Any, Any], name: str | None) -> tuple[bool, str]:
+        """Whether ``choose`` finds a backend for the request of ``values``, and why not; keeps the answer.
 
-        Args:
-            args, kwargs: the arguments that the request was made of; the answer to them is kept.
+        The values of index tensors are not read.
         """
         try:
             self._backend_of(request, name)
             answer = True, ""
         except UnsupportedCall as error:
             answer = False, str(error)
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         same = Same(values, values)
         if same.can_match:
-            rest = len(values), name, torch.is_grad_enabled()
-            self._asked[_question(request.op, args, kwargs)] = same, rest, answer
+            self._asked[_question(request.op, values, name)] = same, answer
         return answer
 
     def _backend_of(self, request: AnyRequest, name: str | None) -> Backend | None:
@@ -405,9 +401,9 @@ def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: boo
     return Verdict(own, "accepted", f"another backend was named: {name!r}" if name else "lower priority")
 
 
-def _question(op: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """A key that tells questions apart well; g is an argument of every function."""
-    return op, (args[0] if args else kwargs["g"]).shape
+def _question(op: str, values: dict[Any, Any], name: str | None) -> tuple:
+    """What tells questions apart beside ``Same``, and tells them apart well; g is an argument of every function."""
+    return op, (values[0] if 0 in values else values["g"]).shape, len(values), name, torch.is_grad_enabled()
 
 
 registry = Registry()

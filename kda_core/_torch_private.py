@@ -58,10 +58,7 @@ def in_mode() -> bool:
     return _in_dispatch_mode() or _transform_level() is not None or _tracing_state() is not None
 
 
-_forward_mode: Any = forward_ad
-if not hasattr(forward_ad, "_current_level"):
-    MISSING.append("forward_ad._current_level")
-    _forward_mode = None
+_forward_mode: Any = None if _found(torch.autograd, "forward_ad._current_level", None) is None else forward_ad
 
 
 _any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -130,19 +127,6 @@ is_tracking_gradient: Callable[[Tensor], bool] = _found(torch._C, "_functorch.is
 unwrapped: Callable[[Tensor], Tensor] = _found(torch._C, "_functorch.get_unwrapped", _refuse)
 
 may_be_wrapped: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: True)
-
-_PLAIN = frozenset({Tensor, Parameter})
-
-
-def is_plain(t: Any) -> bool:
-    """Whether ``t`` is a tensor with values, rather than a fake or wrapped one."""
-    return type(t) in _PLAIN
-
-
-def is_own(t: Any) -> bool:
-    """Whether ``t`` is a plain tensor that holds its own values: no view with another sign, nothing of a transform."""
-    return is_plain(t) and not t.is_neg() and not may_be_wrapped(t)
-
 
 TRANSFORMS_KEY = "FuncTorchDynamicLayerFrontMode"
 """Dispatch key that ``torch.func`` asks first."""
@@ -254,8 +238,7 @@ profiling: Any = profiler
 
 The public ``torch.autograd._profiler_enabled()`` takes five times as long.
 """
-if not hasattr(profiler, "_is_profiler_enabled"):
-    MISSING.append("profiler._is_profiler_enabled")
+if _found(torch.autograd, "profiler._is_profiler_enabled", None) is None:
     profiling = SimpleNamespace(_is_profiler_enabled=False)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kda_core import _schemas
-from kda_core._torch_private import is_plain
+from kda_core._signature import is_plain
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 3, 6
 """Products of a vector with the state, for each token and value head."""

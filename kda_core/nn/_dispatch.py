@@ -15,8 +15,7 @@ from torch import Tensor
 from kda_core import _torch_private
 from kda_core._loaded import Backend
 from kda_core._plugins import registry, requested_name
-from kda_core._signature import Same
-from kda_core._torch_private import is_plain
+from kda_core._signature import Same, is_plain
 from kda_core.capabilities import Feature, Unavailable
 from kda_core.errors import UnsupportedCall
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kda_core._loaded import Backend
-from kda_core._torch_private import autocasts, cat, has_global_hooks, is_plain
+from kda_core._signature import is_plain
+from kda_core._torch_private import autocasts, cat, has_global_hooks
 from kda_core.nn._convolution import GRADIENTS, in_parts
 from kda_core.nn._dispatch import backend_for, is_eager
 from kda_core.nn._norm import GatedRMSNorm, NormedProduct, gated_rms_norm
