@@ -52,8 +52,7 @@ def _kind(r: Request | GateRequest, given: dict[str, Tensor]) -> Kind:
 def call(backend: Any, r: Request | GateRequest, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The differentiable results of a call whose inputs require gradients: (o, final_state), or (log_decay,).
 
-    Args:
-        backend: a ``Backend``, or what serves a call with a context.
+    ``backend``: a ``Backend``, or what serves a call with a context.
     """
     given = _given(r, arguments)
     strides = None if r.memo is None else strides_of(given.values())

@@ -69,12 +69,9 @@ def check(r: AnyRequest) -> None:
 
 
 def convert_scalars(r: AnyRequest) -> bool:
-    """Replace options that are NumPy scalars, or integers beyond 64 bits, by Python values that operators take.
+    """Replace options that are NumPy scalars, or integers beyond 64 bits, by Python values; whether there were any.
 
-    Checks, the router and backends then see only the Python value.
-
-    Returns:
-        Whether anything was replaced.
+    Checks, the router, operators and backends then see only the Python value.
     """
     found = {}
     for name in OPTIONS[type(r)]:
@@ -91,12 +88,9 @@ def convert_scalars(r: AnyRequest) -> bool:
 
 
 def resolve_signs(r: AnyRequest) -> bool:
-    """Replace tensors whose sign is a bit of the tensor, as that of ``z.conj().imag``, by copies with the values.
+    """Replace tensors whose sign is a bit of the tensor (``z.conj().imag``) by copies; whether there were any.
 
     Kernels read memory, which holds the values with the other sign. A tensor that is written to cannot be copied.
-
-    Returns:
-        Whether anything was replaced.
     """
     found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
     for name in () if isinstance(r, GateRequest) else r.written:

@@ -244,9 +244,7 @@ def explain(
 
 def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
     if as_json:
-        verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
-        found = {"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts}
-        _print_json(found | {"transfers": [dataclasses.asdict(t) for t in explanation.transfers]})
+        _print_json(dataclasses.asdict(explanation))
     else:
         title = f"{op} is served by {explanation.chosen}" if explanation.chosen else f"no backend serves this {op}"
         rows = [(v.backend, v.status, v.reason) for v in explanation.verdicts]

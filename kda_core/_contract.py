@@ -22,10 +22,8 @@ CORE = "kda-core"
 def found_entry_points(every: Iterable[metadata.EntryPoint] | None = None) -> list[metadata.EntryPoint]:
     """Entry points of backends in a fixed order: those for this contract, and those for another major version of it.
 
-    A wheel that has one for this contract is left out of the others: it serves several.
-
-    Args:
-        every: the entry points to look at; None: those that are installed.
+    A wheel that has one for this contract is left out of the others: it serves several. ``every``: the entry points to
+    look at; None: those that are installed.
     """
     if every is None:
         installed = metadata.entry_points()

@@ -31,19 +31,9 @@ def example_call(
     state_dtype: str = "float32", bounds: tuple[int, ...] | None = None, slots: int | None = None,
     slots_per_sequence: int = 1, strided: bool = False, backward: bool = False, present: Collection[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Keyword arguments of a public function of kda_core: tensors of these sizes, and ``options``.
+    """Keyword arguments of a public function of kda_core: tensors of these sizes B, T, H, K, V, and ``options``.
 
-    Args:
-        sizes: B, T, H, K, V.
-        device: of every tensor but ``cu_seqlens_cpu``.
-        HV: value heads; None: H.
-        dtype, gate_dtype, state_dtype: of q, k, v and out; of g and beta (None: that of q); of states.
-        bounds: values of ``cu_seqlens``, or None.
-        slots: size of the pool that ``ssm_state_indices`` points into, or None.
-        slots_per_sequence: columns of ``ssm_state_indices``.
-        strided: q, k and v are slices of wider tensors.
-        backward: floating inputs require a gradient.
-        present: names of the optional tensors to pass.
+    The options of ``kda explain`` say what the others mean; ``present``: names of the optional tensors to pass.
 
     Raises:
         ValueError: a size, a dtype or ``bounds`` is wrong, or the function has no such argument.

@@ -207,12 +207,7 @@ class Registry:
         return tuple(self._ledger)
 
     def named(self, name: str) -> Backend:
-        """The backend of that name.
-
-        Raises:
-            BrokenBackend: its wheel is installed and could not be loaded.
-            BackendNotFound: no such wheel is installed.
-        """
+        """The backend of that name; BrokenBackend or BackendNotFound where there is none."""
         self.load()
         backend = self._backends.get(name)
         if backend is not None:
