@@ -20,14 +20,14 @@ import pluggy
 import torch
 
 from kda_core import _checks, _torch_private, hookspecs, platforms
-from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
-from kda_core._kinds import Repeated
+from kda_core._autograd import Repeated
+from kda_core._contract import found_entry_points, judge, mismatch
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
 from kda_core._signature import Same, signature
 from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
-from kda_core.capabilities import BackendInfo, Unavailable
+from kda_core.capabilities import Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.reference import ReferenceBackend
 from kda_core.request import AnyRequest
@@ -121,36 +121,19 @@ class Registry:
             own = getattr(plugin, "__name__", type(plugin).__name__)
             name, entry_point = fallback_name or own, entry_point or own
 
-            def record(state: State, reason: str = "", info: BackendInfo | None = None) -> LedgerEntry:
-                entry = LedgerEntry(info.name if info else name, distribution, entry_point, state, reason, info)
-                self._ledger.append(entry)
-                return entry
-
-            try:
-                info = read_info(self.manager, plugin)
-            except KeyboardInterrupt:
-                raise
-            # The hook is foreign code that may raise anything; the ledger keeps its reason.
-            except BaseException as error:
-                return record("broken", f"kda_core_backend failed: {said_by(error)}")
-            if isinstance(info, str):
-                return record("broken", info)
-            version = hookspecs.CONTRACT_VERSION
-            if not info.contract.contains(version, prereleases=True):
-                return record(
-                    "incompatible", f"needs plugin contract {info.contract}, this kda-core has {version}", info
-                )
-            problem = contract_problem(self.manager, plugin, info)
-            if problem is not None:
-                return record("broken", problem, info)
-            rivals = (e.state for e in self._ledger if e.info is not None and e.info.name == info.name)
-            if not {"loaded", "conflict"}.isdisjoint(rivals):
-                self._withdraw(info.name, distribution)
-                return record("conflict", f"another installed wheel claims the name {info.name!r} too", info)
-            self.manager.register(plugin)
-            self._backends[info.name] = Backend(info, plugin, self.manager)
-            self._forget_choices()
-            return record("loaded", info=info)
+            state, reason, info = judge(self.manager, plugin)
+            if info is not None and state == "loaded":
+                rivals = (e.state for e in self._ledger if e.info is not None and e.info.name == info.name)
+                if not {"loaded", "conflict"}.isdisjoint(rivals):
+                    self._withdraw(info.name, distribution)
+                    state, reason = "conflict", f"another installed wheel claims the name {info.name!r} too"
+                else:
+                    self.manager.register(plugin)
+                    self._backends[info.name] = Backend(info, plugin, self.manager)
+                    self._forget_choices()
+            entry = LedgerEntry(info.name if info else name, distribution, entry_point, state, reason, info)
+            self._ledger.append(entry)
+            return entry
 
     def unregister(self, name: str) -> None:
         """Take out a backend that was registered by hand."""
@@ -397,7 +380,7 @@ def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: boo
 
 
 def _question(op: str, values: dict[Any, Any], name: str | None) -> tuple:
-    """What tells questions apart beside ``Same``, and tells them apart well; g is an argument of every function."""
+    """A key that tells questions apart well, and by all that ``Same`` does not see; g is an argument of each."""
     return op, (values[0] if 0 in values else values["g"]).shape, len(values), name, torch.is_grad_enabled()
 
 

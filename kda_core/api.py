@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kda_core import _autograd, _checks, _expect, _ops, _plugins
+from kda_core._autograd import Repeated, note, to_front, with_kind
 from kda_core._bind import bind, is_sharded
-from kda_core._kinds import Repeated, note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
 from kda_core._torch_private import needs_operator
