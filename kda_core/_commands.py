@@ -26,7 +26,7 @@ from typer.core import TyperCommand
 
 import kda_core
 from kda_core import _cli, _explain, _plugins, platforms
-from kda_core._example_call import MOST_BYTES, example_call, example_context
+from kda_core._cli import MOST_BYTES, example_call, example_context
 from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
