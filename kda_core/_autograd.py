@@ -1,11 +1,11 @@
 """Autograd: of eager calls, the backend's hooks under a plain autograd function; of the operators of ``ops``.
 
-A call that repeats an earlier one, with gradients or without, has a request made of its tensors, without a look at the
-rest of the arguments.
-
 The operators are for compilers, fake and wrapped tensors, modes and second derivatives. They cost an eager
 training step half a millisecond, which is longer than the kernels of a small layer. Nor has the function a
 ``setup_context``: torch then binds the arguments to a signature at every call, which takes longer than the routing.
+
+A call that repeats an earlier one, with gradients or without, has a request made of its tensors, without a look at the
+rest of the arguments.
 """
 
 from __future__ import annotations
@@ -110,11 +110,8 @@ class Repeated(Kind):
 def with_kind(values: tuple[Any, ...], at: int, bounds: int, state: int) -> tuple[Any, ...] | None:
     """A call's values with all that checks and choices ask of its context in its place, since memos hold no context.
 
-    Args:
-        at, bounds, state: places of the context, of ``cu_seqlens`` and of the initial state.
-
-    Returns:
-        None where the call may be no repeated one.
+    None where the call may be no repeated one. ``at``, ``bounds``, ``state``: places of the context, of ``cu_seqlens``
+    and of the initial state.
     """
     kinds = getattr(values[at], "kinds", None)  # fla's contexts have none
     if kinds is None or values[bounds] is not None:
