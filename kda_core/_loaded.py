@@ -121,7 +121,7 @@ class Backend:
         return result.grads
 
     def saved_specs(self, r: Request) -> tuple[TensorSpec, ...]:
-        """The tensors that the backend says it saves; as many as the operators have places for."""
+        """The tensors that the backend says it saves; ContractViolation for more than the operators have places for."""
         specs = self.result("kda_core_saved_spec", r)
         self.check_number_of_saved(len(specs))
         return specs
