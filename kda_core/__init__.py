@@ -2,8 +2,7 @@
 
 from kda_core import _checked
 from kda_core._checked import checked_calls
-from kda_core._devices import default_device
-from kda_core._explain import explain, supports
+from kda_core._explain import default_device, explain, supports
 from kda_core._plugins import use_backend
 from kda_core._version import __version__
 from kda_core.api import backends, chunk_kda, commit_kda, empty_records, fused_recurrent_kda, kda_gate

@@ -19,8 +19,17 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from kda_core import _expect as expect
-from kda_core._expect import DATA_DTYPES, INDEX_DTYPES, fail, is_normal, names_of, normal_range, shape_of, state_dtypes
-from kda_core._overlaps import extent
+from kda_core._expect import (
+    DATA_DTYPES,
+    INDEX_DTYPES,
+    extent,
+    fail,
+    is_normal,
+    names_of,
+    normal_range,
+    shape_of,
+    state_dtypes,
+)
 from kda_core._pool_checks import check_commit, check_commit_values, check_slot_values, check_slots
 from kda_core._signature import is_plain
 from kda_core.request import AnyRequest, CommitRequest, GateRequest, Request
@@ -30,9 +39,9 @@ FLAGS = tuple(f.name for f in fields(Request) if f.type == "bool")
 NUMBERS = ("scale", "lower_bound")
 PYTHON = (bool, int, float, type(None))
 OPTIONS = {
-    Request: (*FLAGS, *NUMBERS, "chunk_size", "pad_slot_id", "checkpoint_every"), GateRequest: ("lower_bound",),
-    CommitRequest: ("state_v_first", "pad_slot_id"),
-}  # fmt: skip
+    kind: tuple(f.name for f in fields(kind) if f.type in ("bool", "int", "float", "float | None"))
+    for kind in (Request, GateRequest, CommitRequest)
+}
 """Fields that are flags or numbers."""
 
 
@@ -60,12 +69,9 @@ def check(r: AnyRequest) -> None:
 
 
 def convert_scalars(r: AnyRequest) -> bool:
-    """Replace options that are NumPy scalars, or integers beyond 64 bits, by Python values that operators take.
+    """Replace options that are NumPy scalars, or integers beyond 64 bits, by Python values; whether there were any.
 
-    Checks, the router and backends then see only the Python value.
-
-    Returns:
-        Whether anything was replaced.
+    Checks, the router, operators and backends then see only the Python value.
     """
     found = {}
     for name in OPTIONS[type(r)]:
@@ -82,12 +88,9 @@ def convert_scalars(r: AnyRequest) -> bool:
 
 
 def resolve_signs(r: AnyRequest) -> bool:
-    """Replace tensors whose sign is a bit of the tensor, as that of ``z.conj().imag``, by copies with the values.
+    """Replace tensors whose sign is a bit of the tensor (``z.conj().imag``) by copies; whether there were any.
 
     Kernels read memory, which holds the values with the other sign. A tensor that is written to cannot be copied.
-
-    Returns:
-        Whether anything was replaced.
     """
     found = {n: t.resolve_neg() for n, t in vars(r).items() if type(t) in (Tensor, Parameter) and t.is_neg()}
     for name in () if isinstance(r, GateRequest) else r.written:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,11 +26,11 @@ from typer.core import TyperCommand
 
 import kda_core
 from kda_core import _cli, _explain, _plugins, platforms
-from kda_core._example_call import MOST_BYTES, example_call, example_context
+from kda_core._cli import MOST_BYTES, example_call, example_context
 from kda_core._ledger import Explanation
 from kda_core.call_plan import CallPlan
 from kda_core.capabilities import Available, Unavailable
-from kda_core.errors import BackendNotFound, BrokenBackend, KdaError, UnsupportedCall
+from kda_core.errors import KdaError, UnsupportedCall
 from kda_core.request import Request
 
 EXIT_NOT_SERVED = 1
@@ -88,13 +88,20 @@ def _print(shown: Table | str) -> None:
 
 
 class Command(TyperCommand):
-    """A command that loads the backends before it runs, and does not for its help."""
+    """A command that loads the backends before it runs, and does not for its help; errors give its exit status."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         # A wheel may print something when it is imported; that is no part of a command's output.
         with contextlib.redirect_stdout(sys.stderr):
             kda_core.backends()
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except KdaError as error:
+            message, status = str(error), EXIT_NOT_SERVED
+        except (ValueError, TypeError) as error:
+            message, status = str(error), _cli.EXIT_BAD_ARGUMENTS
+        typer.echo(message, err=True)
+        raise typer.Exit(status)
 
 
 @app.command(cls=Command)
@@ -216,25 +223,20 @@ def explain(
         if varlen is not None:
             raise typer.BadParameter("does not go with --cp-context", param_hint="--varlen")
         written["cp_context"] = None
-    try:
-        sizes, where = _sizes(shape), _device(device, backend, planned=chip is not None)
-        call = example_call(
-            OPS[op], written, sizes=sizes, device=where, HV=hv, dtype=dtype, gate_dtype=gate_dtype,
-            state_dtype=state_dtype, bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots,
-            slots_per_sequence=slots_per_sequence, strided=strided, backward=backward,
-            present={n for n, given in passed.items() if given},
-        )  # fmt: skip
-        with contextlib.ExitStack() as ranks:
-            if cp_context is not None:
-                call["cp_context"] = ranks.enter_context(example_context(sizes, where, cp_context))
-            if plan:
-                _show_plans(_explain.plan(**call, op=op, backend=backend, chip=chip), as_json)
-                return
-            explanation = kda_core.explain(**call, op=op, backend=backend)
-    except (BackendNotFound, BrokenBackend, UnsupportedCall) as error:
-        _fail(str(error), EXIT_NOT_SERVED)
-    except (ValueError, TypeError) as error:
-        _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
+    sizes, where = _sizes(shape), _device(device, backend, planned=chip is not None)
+    call = example_call(
+        OPS[op], written, sizes=sizes, device=where, HV=hv, dtype=dtype, gate_dtype=gate_dtype,
+        state_dtype=state_dtype, bounds=None if varlen is None else _integers(varlen, "--varlen"), slots=slots,
+        slots_per_sequence=slots_per_sequence, strided=strided, backward=backward,
+        present={n for n, given in passed.items() if given},
+    )  # fmt: skip
+    with contextlib.ExitStack() as ranks:
+        if cp_context is not None:
+            call["cp_context"] = ranks.enter_context(example_context(sizes, where, cp_context))
+        if plan:
+            _show_plans(_explain.plan(**call, op=op, backend=backend, chip=chip), as_json)
+            return
+        explanation = kda_core.explain(**call, op=op, backend=backend)
     _show_explanation(explanation, op, as_json)
     if explanation.chosen is None:
         raise typer.Exit(EXIT_NOT_SERVED)
@@ -242,9 +244,7 @@ def explain(
 
 def _show_explanation(explanation: Explanation, op: str, as_json: bool) -> None:
     if as_json:
-        verdicts = [{"backend": v.backend, "status": v.status, "reason": v.reason} for v in explanation.verdicts]
-        found = {"op": explanation.op, "chosen": explanation.chosen, "verdicts": verdicts}
-        _print_json(found | {"transfers": [dataclasses.asdict(t) for t in explanation.transfers]})
+        _print_json(dataclasses.asdict(explanation))
     else:
         title = f"{op} is served by {explanation.chosen}" if explanation.chosen else f"no backend serves this {op}"
         rows = [(v.backend, v.status, v.reason) for v in explanation.verdicts]
@@ -296,23 +296,18 @@ def verify(
     """
     started = time.perf_counter()
     rows: dict[str, list[Any]] = {}
-    try:
-        names, where = _to_verify(_plugins.requested_name(backend), device)
-        for name in names:
-            if not as_json:
-                typer.echo(f"{name} on {where}, against the float64 oracle")
-            # Imported here: the kit's cases take longer to load than the other commands take to run.
-            from kda_core.testing import verify as kit
+    names, where = _to_verify(_plugins.requested_name(backend), device)
+    for name in names:
+        if not as_json:
+            typer.echo(f"{name} on {where}, against the float64 oracle")
+        # Imported here: the kit's cases take longer to load than the other commands take to run.
+        from kda_core.testing import verify as kit
 
-            rows[name] = []
-            for found in kit.by_case(name, where, case or ()):
-                rows[name] += found
-                for line in () if as_json else _case_lines(found, verbose):
-                    typer.echo(line)
-    except KdaError as error:
-        _fail(str(error), EXIT_NOT_SERVED)
-    except ValueError as error:
-        _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
+        rows[name] = []
+        for found in kit.by_case(name, where, case or ()):
+            rows[name] += found
+            for line in () if as_json else _case_lines(found, verbose):
+                typer.echo(line)
     verdicts = Counter(row.verdict for name in names for row in rows[name])
     compared = sum(bool(row.output) for name in names for row in rows[name])
     if as_json:
@@ -347,23 +342,20 @@ def bench(
     # Imported here, as for verify: its inputs are the kit's.
     from kda_core import _bench as measured
 
-    try:
-        sizes = _sizes(shape, fewest=4, least=1)
-        where = measured.device_for(device, backend)
-        dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
-        for option, value, known in (("dtype", dtype, measured.DTYPES), ("gate", gate, measured.GATES)):
-            if value not in known:
-                raise ValueError(f"--{option}: expected one of {', '.join(known)}, got {value!r}")
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"--seconds: expected a finite number above 0, got {seconds}")
-    except ValueError as error:
-        _fail(str(error), _cli.EXIT_BAD_ARGUMENTS)
+    sizes = _sizes(shape, fewest=4, least=1)
+    where = measured.device_for(device, backend)
+    dtype = dtype or ("float32" if where.type == "cpu" else "bfloat16")
+    for option, value, known in (("dtype", dtype, measured.DTYPES), ("gate", gate, measured.GATES)):
+        if value not in known:
+            raise ValueError(f"--{option}: expected one of {', '.join(known)}, got {value!r}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds: expected a finite number above 0, got {seconds}")
     try:
         calls = measured.calls(sizes, measured.DTYPES[dtype], gate)
         rows = {name: measured.measure(call, backend, where, seconds) for name, call in calls.items()}
     # A call that is too large for the memory raises RuntimeError.
     except (KdaError, RuntimeError, MemoryError) as error:
-        _fail(measured.reason(error), EXIT_NOT_SERVED)
+        raise UnsupportedCall(measured.reason(error)) from None
     machine = _cli.device_name(where)
     if as_json:
         facts = {"device": machine, "shape": shape, "dtype": dtype, "gate": gate}
@@ -450,8 +442,3 @@ def _device(name: str | None, backend: str | None = None, planned: bool = False)
         return torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device: expected a torch device such as cpu or cuda:0, got {name!r}") from None
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(status)

@@ -14,6 +14,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from kda_core import hookspecs
+from kda_core._ledger import State, said_by
 from kda_core.capabilities import BackendInfo, Capabilities, Feature, Slack
 
 CORE = "kda-core"
@@ -22,10 +23,8 @@ CORE = "kda-core"
 def found_entry_points(every: Iterable[metadata.EntryPoint] | None = None) -> list[metadata.EntryPoint]:
     """Entry points of backends in a fixed order: those for this contract, and those for another major version of it.
 
-    A wheel that has one for this contract is left out of the others: it serves several.
-
-    Args:
-        every: the entry points to look at; None: those that are installed.
+    A wheel that has one for this contract is left out of the others: it serves several. ``every``: the entry points to
+    look at; None: those that are installed.
     """
     if every is None:
         installed = metadata.entry_points()
@@ -71,7 +70,25 @@ def _wanted_cores(dist: metadata.Distribution | None) -> Iterator[SpecifierSet]:
             yield requirement.specifier
 
 
-def read_info(manager: pluggy.PluginManager, plugin: object) -> BackendInfo | str:
+def judge(manager: pluggy.PluginManager, plugin: object) -> tuple[State, str, BackendInfo | None]:
+    """The state of a plugin by itself, the reason where it cannot be loaded, and its identity card."""
+    try:
+        info = _read_info(manager, plugin)
+    except KeyboardInterrupt:
+        raise
+    # The hook is foreign code that may raise anything; the ledger keeps its reason.
+    except BaseException as error:
+        info = f"kda_core_backend failed: {said_by(error)}"
+    if isinstance(info, str):
+        return "broken", info, None
+    version = hookspecs.CONTRACT_VERSION
+    if not info.contract.contains(version, prereleases=True):
+        return "incompatible", f"needs plugin contract {info.contract}, this kda-core has {version}", info
+    problem = _problem(manager, plugin, info)
+    return ("loaded", "", info) if problem is None else ("broken", problem, info)
+
+
+def _read_info(manager: pluggy.PluginManager, plugin: object) -> BackendInfo | str:
     """The identity card, or the reason why there is none."""
     hook = getattr(plugin, "kda_core_backend", None)
     if hook is None or manager.parse_hookimpl_opts(plugin, "kda_core_backend") is None:
@@ -131,7 +148,7 @@ _CARD: dict[str, tuple[Callable[[Any], bool], str]] = {
 """For every field of an identity card, whether a value is right, and in words what is."""
 
 
-def contract_problem(manager: pluggy.PluginManager, plugin: object, info: BackendInfo) -> str | None:
+def _problem(manager: pluggy.PluginManager, plugin: object, info: BackendInfo) -> str | None:
     needed = set(hookspecs.REQUIRED_HOOKS)
     for feature, hooks in hookspecs.HOOKS_OF_FEATURE.items():
         if feature in info.capabilities.features:

@@ -1,8 +1,12 @@
-"""One loaded backend: its hooks, where it runs and what it refuses."""
+"""One loaded backend: its hooks, where it runs, what it refuses, and the checks of what its hooks return.
+
+Shapes, dtypes and devices are checked once for each signature of calls. A hook that passed is not looked at again as
+long as its call's ``memo`` lives, so that repeated calls pay nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +14,6 @@ import pluggy
 import torch
 from torch import Tensor
 
-from kda_core import _results
 from kda_core._ledger import said_by
 from kda_core._schemas import NAMESPACE, OPERATORS, Operator
 from kda_core._torch_private import profiling
@@ -20,12 +23,15 @@ from kda_core.hookspecs import MAX_SAVED_TENSORS
 from kda_core.request import (
     AnyRequest,
     BackwardResult,
+    Begun,
     CommitRequest,
+    Edges,
     ForwardResult,
     GateRequest,
     LayerRequest,
     Request,
     TensorSpec,
+    chunks_of,
 )
 
 ROWS = {
@@ -94,7 +100,7 @@ class Backend:
         else:
             answer = caller(request=request)
         if answer is None:
-            raise ContractViolation(f"backend {self.info.name!r} returned None from {hook}")
+            raise self._violation(f"returned None from {hook}")
         return answer
 
     def forward(self, r: AnyRequest) -> Any:
@@ -102,7 +108,7 @@ class Backend:
         result = self.result(OPERATORS[r.op].hooks[0], r)
         memo = r.memo
         if memo is None or memo.get(ForwardResult) is not type(result):
-            _results.check_forward(self.info.name, r, result)
+            self.check_forward(r, result)
         return result
 
     def backward(self, r: Request | GateRequest) -> dict[str, Tensor]:
@@ -111,15 +117,11 @@ class Backend:
         memo = r.memo
         seen = memo is not None and (BackwardResult, r.needs_grad) in memo and type(result) is BackwardResult
         if not (seen and r.needs_grad <= result.grads.keys()):
-            _results.check_gradients(self.info.name, r, result, memo)
+            self.check_gradients(r, result, memo)
         return result.grads
 
     def saved_specs(self, r: Request) -> tuple[TensorSpec, ...]:
-        """The tensors that the backend says it saves.
-
-        Raises:
-            ContractViolation: more tensors than the operators have places for.
-        """
+        """The tensors that the backend says it saves; ContractViolation for more than the operators have places for."""
         specs = self.result("kda_core_saved_spec", r)
         self.check_number_of_saved(len(specs))
         return specs
@@ -129,9 +131,7 @@ class Backend:
         specs = self.saved_specs(r)
         found, expected = [(tuple(t.shape), t.dtype) for t in saved], [(tuple(s.shape), s.dtype) for s in specs]
         if found != expected:
-            raise ContractViolation(
-                f"backend {self.info.name!r} saved tensors of {found}, kda_core_saved_spec says {expected}"
-            )
+            raise self._violation(f"saved tensors of {found}, kda_core_saved_spec says {expected}")
 
     def traced(self, row: Operator, saved: tuple[Tensor, ...]) -> tuple[Operator, dict[str, Any]]:
         """The row of the operators by which compilers see a call, and values that its backward takes of this one."""
@@ -141,10 +141,76 @@ class Backend:
 
     def check_number_of_saved(self, found: int) -> None:
         if found > MAX_SAVED_TENSORS:
-            raise ContractViolation(
-                f"backend {self.info.name!r} saves {found} tensors for its backward, expected {MAX_SAVED_TENSORS} at "
-                "most; it can lay several of one dtype into one"
-            )
+            most = f"expected {MAX_SAVED_TENSORS} at most; it can lay several of one dtype into one"
+            raise self._violation(f"saves {found} tensors for its backward, {most}")
+
+    def check_forward(self, r: AnyRequest, result: Any) -> None:
+        """Raise ContractViolation unless ``result`` is what the request's forward must return."""
+        if isinstance(r, CommitRequest):
+            if result is not r.pool:
+                raise self._violation("returned another tensor than the pool it committed to")
+            return
+        if isinstance(r, GateRequest):
+            self._expect("log_decay", result, r.g.shape, r.output_dtype, r.device)
+        else:
+            self._check_call(r, result)
+        if r.memo is not None:
+            r.memo[ForwardResult] = type(result)
+
+    def _check_call(self, r: Request, result: Any) -> None:
+        if not isinstance(result, ForwardResult):
+            raise self._violation(f"returned {type(result).__name__}, expected ForwardResult")
+        self._expect("o", result.o, (r.B, r.T, r.HV, r.V), r.q.dtype, r.device)
+        if r.out is not None and result.o is not r.out:
+            raise self._violation("returned another tensor as o, expected the call's out")
+        has_final = r.output_final_state and not r.inplace_final_state
+        final = (_of_sequences(r, *r.state_shape[2:]), r.state_dtype) if has_final else None
+        h = ((r.B, chunks_of(r), *r.state_shape[1:]), r.h_dtype) if r.return_intermediate_states else None
+        for name, found, expected in (("final_state", result.final_state, final), ("h", result.h, h)):
+            if expected is not None:
+                self._expect(name, found, *expected, r.device)
+            elif found is not None:
+                self._fail(name, "None, because the call asks for none", found)
+
+    def check_gradients(self, r: Request | GateRequest, result: Any, memo: dict | None) -> None:
+        """The same for a backward: a gradient for every name in ``needs_grad``, of its input's shape and dtype."""
+        if not isinstance(result, BackwardResult):
+            raise self._violation(f"returned {type(result).__name__}, expected BackwardResult")
+        if missing := sorted(r.needs_grad - result.grads.keys()):
+            raise self._violation(f"returned no gradient of {', '.join(missing)}")
+        for name in r.needs_grad:
+            like, found = getattr(r, name), result.grads[name]
+            if like is None and isinstance(r, Request):  # of ``Edges``
+                self._expect(f"d{name}", found, _of_sequences(r, r.K, r.V), r.compute_dtype, r.device)
+                continue
+            self._expect(f"d{name}", found, like.shape, like.dtype, like.device)
+        if memo is not None:
+            memo[BackwardResult, r.needs_grad] = True
+
+    def check_begun(self, r: Request, begun: Any) -> None:
+        """The same for a first half; ``matrices`` may be None where the request is for a backward."""
+        if not isinstance(begun, Begun):
+            raise self._violation(f"returned {type(begun).__name__}, expected Begun")
+        edges = r.cp_context if isinstance(r.cp_context, Edges) else None
+        count = r.N if edges is None or edges.sends is None else edges.sends.shape[0]
+        lead, dtype = (count, r.HV, r.K), r.compute_dtype
+        if edges is not None or (begun.additions is None and not r.needs_grad):
+            self._expect("matrices", begun.matrices, (*lead, r.K + r.V), dtype, r.device)
+            return
+        if begun.matrices is not None or not r.needs_grad:
+            self._expect("matrices", begun.matrices, (*lead, r.K), dtype, r.device)
+        self._expect("additions", begun.additions, (*lead, r.V), dtype, r.device)
+
+    def _violation(self, problem: str) -> ContractViolation:
+        return ContractViolation(f"backend {self.info.name!r} {problem}")
+
+    def _expect(self, output: str, found: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        if not isinstance(found, Tensor) or (found.shape, found.dtype, found.device) != (tuple(shape), dtype, device):
+            self._fail(output, _text(shape, dtype, device), found)
+
+    def _fail(self, output: str, expected: str, found: Any) -> None:
+        got = _text(found.shape, found.dtype, found.device) if isinstance(found, Tensor) else repr(found)
+        raise self._violation(f"returned {output}: expected {expected}, got {got}")
 
     def devices_among(self, devices: Iterable[torch.device]) -> list[torch.device]:
         """The devices that the backend serves; its device types if there is none among ``devices``."""
@@ -164,10 +230,8 @@ class Backend:
                 except Exception as error:
                     known = Unavailable(f"kda_core_availability failed: {said_by(error)}")
                 if not isinstance(known, (Available, Unavailable)):
-                    raise ContractViolation(
-                        f"backend {self.info.name!r} returned {known!r} from kda_core_availability, "
-                        "expected Available or Unavailable"
-                    )
+                    expected = "expected Available or Unavailable"
+                    raise self._violation(f"returned {known!r} from kda_core_availability, {expected}")
             self.availability_of[device] = known
         return known
 
@@ -178,7 +242,7 @@ class Backend:
         except Exception as error:
             raise ContractViolation(f"backend {self.info.name!r}: kda_core_reject failed: {said_by(error)}") from error
         if reason is not None and not isinstance(reason, str):
-            raise ContractViolation(f"backend {self.info.name!r} returned {reason!r} from kda_core_reject")
+            raise self._violation(f"returned {reason!r} from kda_core_reject")
         return reason
 
     def undeclared(self, request: AnyRequest) -> str | None:
@@ -218,3 +282,12 @@ def _limit_refusals(r: Request | CommitRequest, info: BackendInfo) -> Iterator[s
     for symbol, size, limit in (("K", r.K, c.max_head_dim_k), ("V", r.V, c.max_head_dim_v)):
         if limit is not None and size > limit:
             yield f"takes head dimensions {symbol} up to {limit}, not {size}"
+
+
+def _of_sequences(r: Request, *last: int) -> tuple[int, ...]:
+    edges = r.cp_context
+    return (edges.sequences if isinstance(edges, Edges) else r.N, r.HV, *last)
+
+
+def _text(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}"

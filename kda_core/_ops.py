@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import _autograd, _meta, _torch_private
+from kda_core import _autograd, _torch_private
 from kda_core._bind import default_scale
 from kda_core._plugins import TRACED, Backend, registry
-from kda_core._results import chunks_of
 from kda_core._schemas import NAMESPACE, OPERATORS, Operator, Schema
 from kda_core._signature import is_plain
 from kda_core.errors import ContractViolation
 from kda_core.hookspecs import MAX_SAVED_TENSORS
-from kda_core.request import AnyRequest, CommitRequest, ForwardResult, GateRequest, Request
+from kda_core.request import AnyRequest, CommitRequest, ForwardResult, GateRequest, Request, chunks_of
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -144,10 +143,16 @@ def _fake_forward(r: AnyRequest) -> Any:
         return r.g.new_empty(r.g.shape, dtype=r.output_dtype)
     if isinstance(r, CommitRequest):
         return None
-    # Traced boundaries have no values: the number of chunks is known only at run time.
-    known = r.cu_seqlens is None or is_plain(r.cu_seqlens_cpu)
-    chunks = chunks_of if known else lambda r: torch.library.get_ctx().new_dynamic_size()
-    return _results(r, _meta.empty_results(r, chunks))
+    o = r.v.new_empty((r.B, r.T, r.HV, r.V), dtype=r.q.dtype)
+    final_state = h = None
+    if r.output_final_state and not r.inplace_final_state:
+        final_state = r.v.new_empty(r.state_shape, dtype=r.state_dtype)
+    if r.return_intermediate_states:
+        # Traced boundaries have no values: the number of chunks is known only at run time.
+        known = r.cu_seqlens is None or is_plain(r.cu_seqlens_cpu)
+        chunks = chunks_of(r) if known else torch.library.get_ctx().new_dynamic_size()
+        h = r.v.new_empty((r.B, chunks, *r.state_shape[1:]), dtype=r.h_dtype)
+    return _results(r, ForwardResult(o, final_state, h))
 
 
 def _results(r: Request, result: ForwardResult) -> tuple[Tensor, ...]:
@@ -173,7 +178,7 @@ def _register(row: Operator) -> None:
         backend = registry.choose(r, name)
         if not row.saved:
             return _fake_forward(r)
-        specs = backend.saved_specs(r) if r.save_for_backward else ()
+        specs = backend.saved_specs(r) if r.save_for_backward and backend is not None else ()
         saved = [r.v.new_empty(math.prod(spec.shape), dtype=spec.dtype) for spec in specs]
         return *_fake_forward(r), *_places(saved, r.v)
 
@@ -252,7 +257,10 @@ def count_writes(r: Any) -> None:
 
 
 def call(r: AnyRequest, backend: str | None) -> Any:
-    """Run a request through its operator, for autograd, fake tensors and compilers; as ``Backend.forward``."""
+    """Run a request through its operator, for autograd, fake tensors and compilers; as ``Backend.forward``.
+
+    Results that the call does not ask for are absent tensors.
+    """
     row = OPERATORS[r.op]
     # Compilers trace this; that of torch 2.7 knows no | of dictionaries.
     more: dict[str, Any] = {"backend": backend or ""}
@@ -266,8 +274,4 @@ def call(r: AnyRequest, backend: str | None) -> Any:
     if not isinstance(r, Request):
         return found
     o, final_state, h, *_ = found
-    return ForwardResult(
-        o=o if r.out is None else r.out,
-        final_state=final_state if r.output_final_state and not r.inplace_final_state else None,
-        h=h if r.return_intermediate_states else None,
-    )
+    return ForwardResult(o if r.out is None else r.out, final_state, h)

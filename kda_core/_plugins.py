@@ -19,15 +19,15 @@ from typing import Any
 import pluggy
 import torch
 
-from kda_core import _checks, _meta, _torch_private, hookspecs, platforms
-from kda_core._contract import contract_problem, found_entry_points, mismatch, read_info
-from kda_core._kinds import Repeated
+from kda_core import _checks, _torch_private, hookspecs, platforms
+from kda_core._autograd import Repeated
+from kda_core._contract import found_entry_points, judge, mismatch
 from kda_core._ledger import Explanation, LedgerEntry, State, Status, Verdict, said_by
 from kda_core._loaded import Backend
 from kda_core._signature import Same, signature
 from kda_core._version import __version__
 from kda_core.call_plan import CallPlan
-from kda_core.capabilities import BackendInfo, Unavailable
+from kda_core.capabilities import Unavailable
 from kda_core.errors import BackendNotFound, BrokenBackend, ContractViolation, UnsupportedCall
 from kda_core.reference import ReferenceBackend
 from kda_core.request import AnyRequest
@@ -60,8 +60,8 @@ class Registry:
         self._choices: dict[tuple, tuple[Backend | str, dict]] = {}
         # By public function, its last calls that may be repeated.
         self.repeated: dict[str, tuple[Repeated, ...]] = {}
-        # By ``_question``, a match with the last question, the rest of it, and the answer of ``supports``.
-        self._asked: dict[tuple, tuple[Same, tuple, tuple[bool, str]]] = {}
+        # By ``_question``, a match with the last question, and the answer of ``supports``.
+        self._asked: dict[tuple, tuple[Same, tuple[bool, str]]] = {}
 
     def load(self) -> None:
         """Load the oracle and every installed wheel, once."""
@@ -121,36 +121,19 @@ class Registry:
             own = getattr(plugin, "__name__", type(plugin).__name__)
             name, entry_point = fallback_name or own, entry_point or own
 
-            def record(state: State, reason: str = "", info: BackendInfo | None = None) -> LedgerEntry:
-                entry = LedgerEntry(info.name if info else name, distribution, entry_point, state, reason, info)
-                self._ledger.append(entry)
-                return entry
-
-            try:
-                info = read_info(self.manager, plugin)
-            except KeyboardInterrupt:
-                raise
-            # The hook is foreign code that may raise anything; the ledger keeps its reason.
-            except BaseException as error:
-                return record("broken", f"kda_core_backend failed: {said_by(error)}")
-            if isinstance(info, str):
-                return record("broken", info)
-            version = hookspecs.CONTRACT_VERSION
-            if not info.contract.contains(version, prereleases=True):
-                return record(
-                    "incompatible", f"needs plugin contract {info.contract}, this kda-core has {version}", info
-                )
-            problem = contract_problem(self.manager, plugin, info)
-            if problem is not None:
-                return record("broken", problem, info)
-            rivals = (e.state for e in self._ledger if e.info is not None and e.info.name == info.name)
-            if not {"loaded", "conflict"}.isdisjoint(rivals):
-                self._withdraw(info.name, distribution)
-                return record("conflict", f"another installed wheel claims the name {info.name!r} too", info)
-            self.manager.register(plugin)
-            self._backends[info.name] = Backend(info, plugin, self.manager)
-            self._forget_choices()
-            return record("loaded", info=info)
+            state, reason, info = judge(self.manager, plugin)
+            if info is not None and state == "loaded":
+                rivals = (e.state for e in self._ledger if e.info is not None and e.info.name == info.name)
+                if not {"loaded", "conflict"}.isdisjoint(rivals):
+                    self._withdraw(info.name, distribution)
+                    state, reason = "conflict", f"another installed wheel claims the name {info.name!r} too"
+                else:
+                    self.manager.register(plugin)
+                    self._backends[info.name] = Backend(info, plugin, self.manager)
+                    self._forget_choices()
+            entry = LedgerEntry(info.name if info else name, distribution, entry_point, state, reason, info)
+            self._ledger.append(entry)
+            return entry
 
     def unregister(self, name: str) -> None:
         """Take out a backend that was registered by hand."""
@@ -207,12 +190,7 @@ class Registry:
         return tuple(self._ledger)
 
     def named(self, name: str) -> Backend:
-        """The backend of that name.
-
-        Raises:
-            BrokenBackend: its wheel is installed and could not be loaded.
-            BackendNotFound: no such wheel is installed.
-        """
+        """The backend of that name; BrokenBackend or BackendNotFound where there is none."""
         self.load()
         backend = self._backends.get(name)
         if backend is not None:
@@ -239,13 +217,15 @@ class Registry:
             refusal = backend.undeclared(request) or backend.rejection(request)
             if refusal is not None:
                 raise UnsupportedCall(f"backend {name!r} refuses this call: {refusal}")
-        plans = backend.call("kda_core_plan", request=request, chip=chip)
+        plans = backend and backend.call("kda_core_plan", request=request, chip=chip)
         if not plans:
-            raise UnsupportedCall(f"backend {backend.info.name!r} makes no plans")
+            raise UnsupportedCall(f"backend {backend.info.name if backend else 'meta'!r} makes no plans")
         return plans
 
-    def choose(self, request: AnyRequest, name: str | None) -> Backend:
+    def choose(self, request: AnyRequest, name: str | None) -> Any:
         """The backend that serves a call; checks the call's arguments on the way.
+
+        None for tensors on the meta device: fake kernels of the operators serve them, and no backend need be installed.
 
         Raises:
             ValueError, TypeError: the arguments are wrong.
@@ -256,35 +236,30 @@ class Registry:
             _checks.check_values(request)  # type: ignore[arg-type]
         return backend
 
-    def answered(self, op: str, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str] | None:
-        """The answer of ``supports`` to the arguments of a call, if it was asked the same before."""
+    def answered(self, op: str, values: dict[Any, Any], name: str | None) -> tuple[bool, str] | None:
+        """The answer of ``supports`` to the arguments of a call, by place or name, if it was asked the same before."""
         try:
-            same, rest, answer = self._asked[_question(op, args, kwargs)]
+            same, answer = self._asked[_question(op, values, name)]
         except (AttributeError, KeyError, RuntimeError, TypeError):  # wrong arguments, or a nested tensor
             return None
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        known = rest == (len(values), name, torch.is_grad_enabled()) and same(values) is not None
-        return answer if known else None
+        return answer if same(values) is not None else None
 
-    def supports(self, request: AnyRequest, args: tuple, kwargs: dict[str, Any], name: str | None) -> tuple[bool, str]:
-        """Whether ``choose`` finds a backend, and why not; the values of index tensors are not read.
+    def supports(self, request: AnyRequest, values: dict[Any, Any], name: str | None) -> tuple[bool, str]:
+        """Whether ``choose`` finds a backend for the request of ``values``, and why not; keeps the answer.
 
-        Args:
-            args, kwargs: the arguments that the request was made of; the answer to them is kept.
+        The values of index tensors are not read.
         """
         try:
             self._backend_of(request, name)
             answer = True, ""
         except UnsupportedCall as error:
             answer = False, str(error)
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         same = Same(values, values)
         if same.can_match:
-            rest = len(values), name, torch.is_grad_enabled()
-            self._asked[_question(request.op, args, kwargs)] = same, rest, answer
+            self._asked[_question(request.op, values, name)] = same, answer
         return answer
 
-    def _backend_of(self, request: AnyRequest, name: str | None) -> Backend:
+    def _backend_of(self, request: AnyRequest, name: str | None) -> Backend | None:
         key = signature(request, name)
         try:
             found = None if key is None else self._choices.get(key)
@@ -300,7 +275,7 @@ class Registry:
         request.__dict__["memo"] = memo
         return backend
 
-    def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend:
+    def _chosen_anew(self, request: AnyRequest, name: str | None, key: tuple | None) -> Backend | None:
         """The backend of a call with a new signature, or without one (``key`` is None)."""
         if _checks.convert_scalars(request) | _checks.resolve_signs(request):
             return self._backend_of(request, name)
@@ -312,7 +287,7 @@ class Registry:
         except UnsupportedCall as error:
             self._keep(key, str(error), memo)
             raise
-        if key is not None:
+        if key is not None and backend is not None:
             self._keep(key, backend, memo)
             request.__dict__["memo"] = memo
         return backend
@@ -326,10 +301,10 @@ class Registry:
             self._asked.clear()
         self._choices[key] = choice, memo
 
-    def _choose(self, request: AnyRequest, name: str | None) -> Backend:
+    def _choose(self, request: AnyRequest, name: str | None) -> Backend | None:
         verdicts = []
         for verdict, backend in self._verdicts(request, name, self.backends if name is None else (self.named(name),)):
-            if backend is not None and verdict.status == "chosen":
+            if verdict.status == "chosen":
                 return backend
             if name is not None:
                 raise UnsupportedCall(f"{request.op}: backend {name!r} cannot serve this call: {verdict.reason}")
@@ -354,9 +329,9 @@ class Registry:
 
         At most one is "chosen": of meta tensors, or of the first that accepts (the one of that name, if one is given).
         """
-        chosen = _meta.is_meta(request) and (name is None or self.named(name).undeclared(request) is None)
+        chosen = _is_meta(request) and (name is None or self.named(name).undeclared(request) is None)
         if chosen:
-            yield Verdict(_meta.NAME, "chosen", "shapes, dtypes and strides; nothing is computed"), _meta.META
+            yield Verdict("meta", "chosen", "shapes, dtypes and strides; nothing is computed"), None
         seen = set()
         for backend in backends:
             own = backend.info.name
@@ -374,10 +349,15 @@ class Registry:
                 yield Verdict(own, "not installed", platforms.install_command(wheel)), None
 
 
+def _is_meta(request: AnyRequest) -> bool:
+    """Whether the call's tensors have no values; fake tensors that stand for tensors of a device do not count."""
+    return request.device.type == "meta"
+
+
 def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: bool) -> Verdict:
     """The verdict of a backend, "chosen" where it accepts and it is ``asked`` to serve the call."""
     own = backend.info.name
-    if own == name and _meta.is_meta(request):
+    if own == name and _is_meta(request):
         undeclared = backend.undeclared(request)
         status: Status = "refused" if undeclared else "accepted"
         return Verdict(own, status, undeclared or "declares what the call needs; nothing runs here")
@@ -399,9 +379,9 @@ def _verdict(backend: Backend, request: AnyRequest, name: str | None, asked: boo
     return Verdict(own, "accepted", f"another backend was named: {name!r}" if name else "lower priority")
 
 
-def _question(op: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """A key that tells questions apart well; g is an argument of every function."""
-    return op, (args[0] if args else kwargs["g"]).shape
+def _question(op: str, values: dict[Any, Any], name: str | None) -> tuple:
+    """A key that tells questions apart well, and by all that ``Same`` does not see; g is an argument of each."""
+    return op, (values[0] if 0 in values else values["g"]).shape, len(values), name, torch.is_grad_enabled()
 
 
 registry = Registry()

@@ -180,16 +180,17 @@ def _check_commit(r: Request) -> None:
         fail("commit", f"shape [N, T', HV, 2K + V] = [{r.N}, T', {r.HV}, {2 * r.K + r.V}]", shape_of(r.commit))
     expect.rows("commit", r.commit)
     if r.commit_path is not None:
-        _check_path("commit_path", r.commit_path, r.N, r.device)
+        _check_rows("commit_path", r.commit_path, r.N, r.device)
     slots = r.ssm_state_indices
     if slots.dim() == 2 and slots.shape[1] > 1:  # type: ignore[union-attr]
         fail("ssm_state_indices", "shape [N] or [N, 1] beside commit", shape_of(slots))  # type: ignore[arg-type]
 
 
-def _check_path(name: str, path: Tensor, N: int, device: torch.device) -> None:
-    expect.tensor(name, path, INDEX_DTYPES, device)
-    if path.dim() != 2 or path.shape[0] != N or path.shape[1] < 1:
-        fail(name, f"shape [N, M] with N = {N}", shape_of(path))
+def _check_rows(name: str, table: Tensor, N: int, device: torch.device, fewest: int = 1) -> None:
+    """Check a table of slots or tokens [N, M], by its metadata."""
+    expect.tensor(name, table, INDEX_DTYPES, device)
+    if table.dim() != 2 or table.shape[0] != N or table.shape[1] < fewest:
+        fail(name, f"shape [N, M] with N = {N}", shape_of(table))
 
 
 def check_commit(r: CommitRequest) -> None:
@@ -217,7 +218,7 @@ def check_commit(r: CommitRequest) -> None:
         expect.tensor(name, getattr(r, name), INDEX_DTYPES, r.device)
         expect.shape(name, getattr(r, name), (r.N,), "[N]")
     if r.path is not None:
-        _check_path("path", r.path, r.N, r.device)
+        _check_rows("path", r.path, r.N, r.device)
 
 
 def check_commit_values(
@@ -259,9 +260,7 @@ def _check_checkpoints(r: Request) -> None:
             if used:
                 fail("checkpoint_indices", f"slots [N, M] beside {name}", "None")
         return
-    expect.tensor("checkpoint_indices", indices, INDEX_DTYPES, r.device)
-    if indices.dim() != 2 or indices.shape[0] != r.N:
-        fail("checkpoint_indices", f"shape [N, M] with N = {r.N}", shape_of(indices))
+    _check_rows("checkpoint_indices", indices, r.N, r.device, fewest=0)
     least, beside = CHECKPOINT_ROWS, ""
     if r.return_intermediate_states:
         least, beside = r.chunk_size, ", which is chunk_size, beside intermediate states"

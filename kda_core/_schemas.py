@@ -38,13 +38,7 @@ def _names(arguments: str) -> tuple[str, ...]:
 
 
 class Schema:
-    """One operator's schema.
-
-    Attributes:
-        name: the operator's, without the namespace.
-        names: of its arguments, in order.
-        text: the schema as ``torch.library`` takes it.
-    """
+    """One operator's schema: ``text`` as ``torch.library`` takes it, and the ``names`` of its arguments, in order."""
 
     def __init__(self, name: str, arguments: str, results: int) -> None:
         self.name = name

@@ -53,15 +53,7 @@ def in_transform() -> bool:
     return _transform_level() is not None
 
 
-def in_mode() -> bool:
-    """Whether a dispatch mode, a transform of ``torch.func`` or ``torch.jit.trace`` watches the operators."""
-    return _in_dispatch_mode() or _transform_level() is not None or _tracing_state() is not None
-
-
-_forward_mode: Any = forward_ad
-if not hasattr(forward_ad, "_current_level"):
-    MISSING.append("forward_ad._current_level")
-    _forward_mode = None
+_forward_mode: Any = None if _found(torch.autograd, "forward_ad._current_level", None) is None else forward_ad
 
 
 _any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -98,12 +90,13 @@ def in_forward_mode() -> bool:
 def needs_operator(*values: Any) -> bool:
     """Whether a call of these must be an operator: one is a fake or wrapped tensor, or something watches.
 
-    In forward mode the operator finds out whether a tensor has a tangent.
+    That is a dispatch mode, a transform of ``torch.func``, ``torch.jit.trace``, or forward mode, in which the operator
+    finds out whether a tensor has a tangent.
     """
     for t in values:
         if type(t) is not Tensor and type(t) is not Parameter and isinstance(t, Tensor):
             return True
-    # As ``in_mode`` and ``in_forward_mode``, written out: every call passes by here.
+    # Forward mode as in ``in_forward_mode``, written out: every call passes by here.
     if _in_dispatch_mode() or _transform_level() is not None or _tracing_state() is not None:
         return True
     return _forward_mode is None or _forward_mode._current_level >= 0
@@ -241,8 +234,7 @@ profiling: Any = profiler
 
 The public ``torch.autograd._profiler_enabled()`` takes five times as long.
 """
-if not hasattr(profiler, "_is_profiler_enabled"):
-    MISSING.append("profiler._is_profiler_enabled")
+if _found(torch.autograd, "profiler._is_profiler_enabled", None) is None:
     profiling = SimpleNamespace(_is_profiler_enabled=False)
 
 

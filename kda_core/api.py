@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kda_core import _autograd, _checks, _expect, _ops, _plugins
+from kda_core._autograd import Repeated, note, to_front, with_kind
 from kda_core._bind import bind, is_sharded
-from kda_core._kinds import Repeated, note, to_front, with_kind
 from kda_core._ledger import LedgerEntry
 from kda_core._plugins import registry
 from kda_core._torch_private import needs_operator
@@ -394,7 +394,7 @@ def call_bound(r: Any, backend: str | None, arguments: dict[str, Any] | None = N
         return _watched(r, backend, arguments)
     chosen = registry.choose(r, _plugins.requested_name(backend))
     # A call without a signature has no memo: one of its other tensors may be a wrapped one.
-    if r.memo is None and needs_operator(*vars(r).values()):
+    if chosen is None or (r.memo is None and needs_operator(*vars(r).values())):
         return _watched(r, backend, arguments)
     if not r.save_for_backward:
         result = chosen.forward(r)

@@ -21,7 +21,6 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.nn import functional as F
 
-from kda_core._results import chunks_of
 from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabilities, Feature, Unavailable
 from kda_core.hookspecs import hookimpl
 from kda_core.request import (
@@ -34,6 +33,7 @@ from kda_core.request import (
     GateRequest,
     Request,
     TensorSpec,
+    chunks_of,
 )
 
 L2NORM_EPS = 1e-6

@@ -7,6 +7,7 @@ heads, K and V head dimensions, N sequences, C chunk size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -276,6 +277,15 @@ class Request(Remembering):
             yield Feature.CHUNK_32
         if not all(t.is_contiguous() for t in (self.q, self.k, self.v, self.g, self.beta)):
             yield Feature.STRIDED_INPUT
+
+
+def chunks_of(r: Request) -> int:
+    """NT, the number of chunks. For packed sequences it depends on values; the checks demand them on the CPU."""
+    C = r.chunk_size
+    if r.cu_seqlens is None:
+        return (r.T + C - 1) // C
+    bounds = (r.cu_seqlens if r.cu_seqlens_cpu is None else r.cu_seqlens_cpu).tolist()
+    return sum((end - start + C - 1) // C for start, end in itertools.pairwise(bounds))
 
 
 DATA = tuple(f.name for f in fields(Request) if f.type == "Tensor")

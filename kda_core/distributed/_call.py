@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import _autograd, _checks, _expect, _meta, _ops, _schemas
+from kda_core import _autograd, _checks, _expect, _ops, _schemas
 from kda_core._bind import build_request
 from kda_core._ledger import Explanation
 from kda_core._torch_private import needs_operator
@@ -280,7 +280,8 @@ def _fake_operator(*args: Any) -> tuple[Tensor, ...]:
             count = s.fragments.shape[-1] - 1 if parts[0][0].halves.all_matrices else slots
             matrices = r.q.new_empty(len(parts) * count, r.HV, r.K, r.K, dtype=r.compute_dtype)
     saved = [r.v.new_empty(sum(math.prod(p.shape) for p in each), dtype=each[0].dtype) for each in specs]
-    return _results(r, _meta.empty_o(r), final, h, matrices, saved)
+    o = r.v.new_empty((r.B, r.T, r.HV, r.V), dtype=r.q.dtype)
+    return _results(r, o, final, h, matrices, saved)
 
 
 def _differentiated(values: dict[str, Any], needed: frozenset[str]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kda_core import _results
 from kda_core._bind import build_request
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
@@ -55,7 +54,7 @@ class Hooks:
         hook = "kda_core_chunk_begin_backward" if r.needs_grad else "kda_core_chunk_begin"
         begun, memo = self.backend.result(hook, r), {} if r.memo is None else r.memo
         if hook not in memo:
-            _results.check_begun(self.backend.info.name, r, begun)
+            self.backend.check_begun(r, begun)
             memo[hook] = True
         return begun
 
@@ -64,14 +63,14 @@ class Hooks:
     def finish(self, r: Request, kept: tuple[Tensor, ...], starts: Tensor | None) -> ForwardResult:
         result = self.backend.call("kda_core_chunk_finish", request=r, kept=kept, starts=starts)
         if r.memo is None or ForwardResult not in r.memo or type(result) is not ForwardResult:
-            _results.check_forward(self.backend.info.name, r, result)
+            self.backend.check_forward(r, result)
         return result
 
     def finish_backward(self, r: Request, kept: tuple[Tensor, ...], ends: Tensor | None) -> dict[str, Tensor]:
         result = self.backend.call("kda_core_chunk_finish_backward", request=r, kept=kept, ends=ends)
         seen = r.memo is not None and (BackwardResult, r.needs_grad) in r.memo
         if not seen or type(result) is not BackwardResult or not r.needs_grad <= result.grads.keys():
-            _results.check_gradients(self.backend.info.name, r, result, r.memo)
+            self.backend.check_gradients(r, result, r.memo)
         return result.grads
 
 

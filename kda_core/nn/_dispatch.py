@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core import _torch_private
 from kda_core._loaded import Backend
 from kda_core._plugins import registry, requested_name
 from kda_core._signature import Same, is_plain
+from kda_core._torch_private import needs_operator
 from kda_core.capabilities import Feature, Unavailable
 from kda_core.errors import UnsupportedCall
 
@@ -32,7 +32,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     plain = all(t is None or (is_plain(t) and not t.is_neg()) for t in tensors)
-    return plain and not _torch_private.in_mode() and not _torch_private.in_forward_mode()
+    return plain and not needs_operator()
 
 
 def backend_for(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import kda_core
-from kda_core import _checks, _results
+from kda_core import _checks
 from kda_core._loaded import Backend, CheckSettings
 from kda_core.errors import CheckFailed, CheckWarning, ContractViolation
 from kda_core.request import DATA, AnyRequest, BackwardResult, ForwardResult, GateRequest, Request
@@ -142,9 +142,9 @@ class _Check:
         """A sentence about a result that breaks the contract by its shape, dtype or device."""
         try:
             if self.direction == "backward":
-                _results.check_gradients(self.backend.info.name, self.request, result, None)
+                self.backend.check_gradients(self.request, result, None)
             else:
-                _results.check_forward(self.backend.info.name, self.request, result)
+                self.backend.check_forward(self.request, result)
         except ContractViolation as error:
             # It begins with the backend's name, which the report has.
             return [str(error).partition(" returned ")[2]]

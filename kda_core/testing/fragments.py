@@ -13,7 +13,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kda_core import _results
 from kda_core._loaded import Backend
 from kda_core._plugins import registry
 from kda_core.request import DATA, DIFFERENTIABLE, Begun, Edges, ForwardResult, Request
@@ -126,12 +125,12 @@ class _Run:
 
     def _begin(self, hook: str, r: Request) -> Begun:
         begun = self.backend.call(hook, request=r)
-        _results.check_begun(self.backend.info.name, r, begun)
+        self.backend.check_begun(r, begun)
         return begun if begun.additions is not None else Begun(*begun.matrices.split((r.K, r.V), -1), begun.kept)
 
     def _finish(self, r: Request, begun: Begun, starts: Tensor) -> ForwardResult:
         result = self.backend.call("kda_core_chunk_finish", request=r, kept=begun.kept, starts=starts)
-        _results.check_forward(self.backend.info.name, r, result)
+        self.backend.check_forward(r, result)
         if r.save_for_backward:
             specs = self.backend.call("kda_core_saved_spec", request=r)
             saved, said = [(tuple(t.shape), t.dtype) for t in result.saved], [(tuple(s.shape), s.dtype) for s in specs]
@@ -142,7 +141,7 @@ class _Run:
     def _finish_backward(self, r: Request, begun: Begun, ends: Tensor) -> dict[str, Tensor]:
         hook = "kda_core_chunk_finish_backward"
         result = self.backend.call(hook, request=r, kept=begun.kept, ends=ends)
-        _results.check_gradients(self.backend.info.name, r, result, None)
+        self.backend.check_gradients(r, result, None)
         return result.grads
 
     def _backward(self, done: list[ForwardResult], matrices: list[Tensor | None]) -> dict[str, Tensor]:

@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kda_core import reference
-from kda_core._results import chunks_of
-from kda_core.request import Request
+from kda_core.request import Request, chunks_of
 
 RELATIVE_RMS = math.sqrt(3 / (8 * math.log(2)) / 3)  # Root mean square of a rounding error, in unit roundoffs
 FUNCTION_ULPS = 2

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from kda_core._plugins import registry
-from kda_core._results import chunks_of
 from kda_core.capabilities import BackendInfo, Feature
 from kda_core.errors import ContractViolation, UnsupportedCall
 from kda_core.reference import DIFFERENTIABLE
-from kda_core.request import Request
+from kda_core.request import Request, chunks_of
 from kda_core.testing import budgets, interpreter, references
 from kda_core.testing.axes import DTYPES, axes
 from kda_core.testing.budgets import Budget, Error

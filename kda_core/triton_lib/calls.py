@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_core._results import chunks_of
 from kda_core.call_plan import CallPlan, PlannedBuffer, PlannedStep
 from kda_core.request import (
     DIFFERENTIABLE,
@@ -30,6 +29,7 @@ from kda_core.request import (
     Request,
     ShortConvolutionRequest,
     TensorSpec,
+    chunks_of,
 )
 from kda_core.triton_lib.lengths import Family, Noted, family, lengths_of, with_numbers
 from kda_core.triton_lib.plan import EDGE_NAMES, EDGES, Launch, Plan, Step

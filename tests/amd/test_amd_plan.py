@@ -16,7 +16,7 @@ from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES
 
 from kda_core import _explain, api
-from kda_core._example_call import example_call
+from kda_core._cli import example_call
 from kda_core.request import GateRequest, Request
 from kda_core.triton_lib.plan import Copy, Plan, Sum
 

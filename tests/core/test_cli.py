@@ -486,9 +486,9 @@ def test_without_the_extra_it_says_which_one_to_install(package, monkeypatch, ca
 
 
 def test_an_import_that_fails_for_another_reason_is_not_taken_for_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kda_core._example_call", None)
+    monkeypatch.setitem(sys.modules, "kda_core._cli", None)
     monkeypatch.delitem(sys.modules, "kda_core._commands")
-    with pytest.raises(ModuleNotFoundError, match="example_call"):
+    with pytest.raises(ModuleNotFoundError, match="_cli"):
         main()
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kda_core
 from kda_core import _commands
-from kda_core._devices import best_device
+from kda_core._explain import best_device
 from kda_core._plugins import Registry
 from kda_core.capabilities import Available, Unavailable
 

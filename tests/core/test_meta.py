@@ -8,6 +8,7 @@ from example_arguments import drawn
 from toys import Toy, installed, no_wheels
 
 import kda_core
+from kda_core._explain import plan
 from kda_core._plugins import registry
 from kda_core.capabilities import Feature
 from kda_core.errors import BackendNotFound, UnsupportedCall
@@ -214,6 +215,11 @@ def test_explain():
     assert refused.chosen is None
     assert {v.backend: v.status for v in refused.verdicts}["reference"] == "refused"
     assert "meta" not in {e.name for e in registry.ledger}
+
+
+def test_no_backend_makes_a_plan():
+    with pytest.raises(UnsupportedCall, match="'meta' makes no plans"):
+        plan(**on_meta(data()))
 
 
 @pytest.mark.parametrize("op", OPS)

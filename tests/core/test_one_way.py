@@ -16,7 +16,7 @@ from kda_core._plugins import registry
 CORE = Path(kda_core.__file__).parent
 
 
-WAY = ["api", "_torch_private", "_plugins", "_signature", "_autograd", "_kinds", "_loaded"]
+WAY = ["api", "_torch_private", "_plugins", "_signature", "_autograd", "_loaded"]
 
 
 @pytest.mark.parametrize("backend", ["cpu", None])

@@ -9,7 +9,7 @@ import torch
 from toys import inputs
 
 import kda_core
-from kda_core._overlaps import meets_itself, share_memory
+from kda_core._expect import meets_itself, share_memory
 
 MEMORY = torch.zeros(400, dtype=torch.uint8)
 

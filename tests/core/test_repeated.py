@@ -44,7 +44,9 @@ def repeats():
 
     def follow(frame, event, argument):
         name = (Path(frame.f_code.co_filename).stem, frame.f_code.co_name) if event == "call" else None
-        if name == ("_autograd", "repeat") or (name == ("_kinds", "request") and frame.f_back.f_code.co_name == "call"):
+        if name == ("_autograd", "repeat") or (
+            name == ("_autograd", "request") and frame.f_back.f_code.co_name == "call"
+        ):
             found.append(name)
 
     registry._forget_choices()

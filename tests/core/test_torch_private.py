@@ -49,14 +49,14 @@ def test_what_is_no_public_interface_stands_in_one_file():
 
 
 def test_modes_are_seen():
-    assert not _torch_private.in_mode()
+    assert not _torch_private.needs_operator()
     with _torch_private.fake_tensors():
-        assert _torch_private.in_mode()
+        assert _torch_private.needs_operator()
     seen = []
-    torch.func.vmap(lambda x: seen.append(_torch_private.in_mode()) or x)(torch.ones(2))
-    torch.jit.trace(lambda x: seen.append(_torch_private.in_mode()) or x + 1, torch.ones(2), check_trace=False)
+    torch.func.vmap(lambda x: seen.append(_torch_private.needs_operator()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(_torch_private.needs_operator()) or x + 1, torch.ones(2), check_trace=False)
     assert seen == [True, True]
-    assert not _torch_private.in_mode()
+    assert not _torch_private.needs_operator()
 
 
 def test_forward_mode_is_seen():
@@ -105,8 +105,8 @@ def test_functionalize_is_told_from_other_transforms():
 def test_no_transform_is_seen_outside_of_transforms():
     def look(x):
         with _torch_private.outside_of_transforms():
-            assert not _torch_private.in_mode()
-        assert _torch_private.in_mode()
+            assert not _torch_private.needs_operator()
+        assert _torch_private.needs_operator()
         return x.sum()
 
     torch.func.grad(look)(torch.ones(2))
@@ -137,13 +137,13 @@ FUNCTORCH, NONE = torch._C._functorch, torch.ones(2)
 @pytest.mark.parametrize(
     ("owner", "name", "instead"),
     [
-        (FUNCTORCH, "maybe_current_level", lambda module: module.in_mode() is True),
-        (torch._C, "_get_tracing_state", lambda module: module.in_mode() is True),
+        (FUNCTORCH, "maybe_current_level", lambda module: module.needs_operator() is True),
+        (torch._C, "_get_tracing_state", lambda module: module.needs_operator() is True),
         *(
             (torch.nn.modules.module, f"_global_{when}_hooks", lambda module: module.has_global_hooks() is True)
             for when in ("forward_pre", "forward", "backward_pre", "backward")
         ),
-        (torch.utils._python_dispatch, "is_in_torch_dispatch_mode", lambda module: module.in_mode() is True),
+        (torch.utils._python_dispatch, "is_in_torch_dispatch_mode", lambda module: module.needs_operator() is True),
         (forward_ad, "_current_level", lambda module: module.in_forward_mode() is True),
         (profiler, "_is_profiler_enabled", lambda module: module.profiling._is_profiler_enabled is False),
         (FUNCTORCH, "is_batchedtensor", lambda module: module.is_batched(NONE) is False),

@@ -14,7 +14,7 @@ from kda_core import _explain, api
 
 def example(op: str = "chunk_kda", **options):
     """Arguments of a call on a device that this machine need not have."""
-    from kda_core._example_call import example_call
+    from kda_core._cli import example_call
 
     present = frozenset(n for n in ("cu_seqlens", "cu_seqlens_cpu") if options.pop(n, False))
     backward = options.pop("backward", False)
