@@ -36,15 +36,15 @@ from kda_core.testing.interpreter import improve  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
 from kda_core.testing.subject import Refused, Subject  # noqa: E402
 from kda_core.testing.targets import Target, find_target  # noqa: E402
-from kda_core.testing.tiers import MODE_VARIABLE, MODES, TierCount, is_slow, mode, module_of, simplest_first  # noqa: E402
+from kda_core.testing.tiers import MODE_VARIABLE, MODES, empty_tiers, is_slow, mode, module_of, simplest_first  # noqa: E402
 
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
 ORACLE = "reference"
-EMPTY_TIERS = "kda_core_empty_tiers"
+EMPTY = "kda_core_empty_tiers"
 
 TARGETS = pytest.StashKey[list[Target]]()
 SUBJECT = pytest.StashKey[Subject]()
-TIERS = pytest.StashKey[TierCount]()
+EMPTY_TIERS = pytest.StashKey[list[str]]()
 POSITION = pytest.StashKey[int]()
 
 
@@ -75,8 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[TARGETS] = _targets(config)
     if config.getoption("interpret"):
         improve()
-    config.stash[TIERS] = TierCount(config)
-    config.pluginmanager.register(config.stash[TIERS], "kda_core_tiers")
+    config.stash[EMPTY_TIERS] = []
 
 
 def _switch_interpreter_on() -> None:
@@ -200,7 +199,9 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[Any]:
     return found
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[EMPTY_TIERS] = empty_tiers(config, items)
     items[:] = simplest_first(items)
     for position, item in enumerate(items):
         item.stash[POSITION] = position
@@ -257,12 +258,11 @@ class _Gatherer:
         self.config = config
         self.reports: dict[str, BackendReport] = {}
         self.outcomes: dict[str, list[Outcome]] = {}
-        self.empty_tiers: list[str] = []
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """A worker of pytest-xdist ends; it collected items that this process did not."""
-        self.empty_tiers = getattr(node, "workeroutput", {}).get(EMPTY_TIERS, self.empty_tiers)
+        self.config.stash[EMPTY_TIERS] = getattr(node, "workeroutput", {}).get(EMPTY, self.config.stash[EMPTY_TIERS])
 
     def failures(self, name: str) -> Failures:
         """The failures on a backend."""
@@ -284,7 +284,7 @@ class _Gatherer:
     def problems(self) -> list[str]:
         """Why the run fails although no test failed."""
         explicit = self.config.getoption("backend") or []
-        found = [*self.empty_tiers, *self.config.stash[TIERS].empty()]
+        found = [*self.config.stash[EMPTY_TIERS]]
         for name in dict.fromkeys(explicit):
             report = self.reports.get(name)
             if report is None or not report.outcomes.keys() & {"passed", "failed"}:
@@ -326,7 +326,7 @@ class _Gatherer:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[EMPTY_TIERS] = session.config.stash[TIERS].empty()
+        session.config.workeroutput[EMPTY] = session.config.stash[EMPTY_TIERS]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
