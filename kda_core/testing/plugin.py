@@ -9,7 +9,6 @@ machine can run is tested, the oracle aside. ``--interpret`` runs Triton kernels
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -43,6 +42,7 @@ ORACLE = "reference"
 EMPTY = "kda_core_empty_tiers"
 
 TARGETS = pytest.StashKey[list[Target]]()
+NOT_TESTED = pytest.StashKey[list[str]]()
 SUBJECT = pytest.StashKey[Subject]()
 EMPTY_TIERS = pytest.StashKey[list[str]]()
 POSITION = pytest.StashKey[int]()
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _switch_interpreter_on()
     if config.getoption("foreign_device"):
         _allow_foreign_device(config)
-    config.stash[TARGETS] = _targets(config)
+    config.stash[TARGETS], config.stash[NOT_TESTED] = _targets(config)
     if config.getoption("interpret"):
         improve()
     config.stash[EMPTY_TIERS] = []
@@ -98,21 +98,23 @@ def _allow_foreign_device(config: pytest.Config) -> None:
     os.environ[FOREIGN_VARIABLE] = ",".join(dict.fromkeys(names))
 
 
-def _targets(config: pytest.Config) -> list[Target]:
+def _targets(config: pytest.Config) -> tuple[list[Target], list[str]]:
+    """The backends to test, and why others that nobody named are not tested."""
     interpret, foreign = config.getoption("interpret"), config.getoption("foreign_device")
     names = config.getoption("backend")
     if names is not None:
         try:
-            return [find_target(name, interpret, foreign) for name in dict.fromkeys(names)]
+            return [find_target(name, interpret, foreign) for name in dict.fromkeys(names)], []
         except KdaError as error:
             ways = _other_ways(names, interpret or foreign) if isinstance(error, UnsupportedCall) else ""
             raise pytest.UsageError(f"--backend: {error}{ways}") from None
-    targets = []
+    targets, left_out = [], []
     for name in (backend.info.name for backend in registry.backends if backend.info.name != ORACLE):
-        # One that cannot run was not named on the command line; the header says why it is left out.
-        with contextlib.suppress(UnsupportedCall):
+        try:
             targets.append(find_target(name, interpret))
-    return targets
+        except UnsupportedCall as error:
+            left_out.append(str(error))
+    return targets, left_out
 
 
 def _other_ways(names: list[str], chosen: bool) -> str:
@@ -137,16 +139,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         how = ", interpreted" * t.interpreted + ", a foreign device" * t.foreign
         lines.append(f"backend {info.name} {info.version} (contract {info.contract}) on {_device_name(t.device)}{how}")
         lines += _arithmetic(t.device, platforms.flushed_below(t.device, torch.float16))
-    tested = {t.backend for t in config.stash[TARGETS]} | {ORACLE}
-    for backend in registry.backends if config.getoption("backend") is None else ():
-        if backend.info.name not in tested:
-            why = f"backend {backend.info.name!r}"
-            try:
-                find_target(backend.info.name, config.getoption("interpret"))
-            except KdaError as error:
-                why = str(error)
-            lines.append(f"not tested: {why}")
-    return lines
+    return lines + [f"not tested: {why}" for why in config.stash[NOT_TESTED]]
 
 
 def _arithmetic(device: torch.device, below: float) -> list[str]:
