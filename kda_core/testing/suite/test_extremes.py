@@ -35,6 +35,7 @@ DECAY_GRADIENTS = [
 ]
 
 
+@requires(Feature.CHUNK)
 @each([*FORWARD, *(case.having(backward=True) for case in DECAY_GRADIENTS)])
 def test_decay(kda, case: Case):
     """FAILURES 4, 6: no decay overflows, results after an isolated one are exact, gradients stay finite and right."""
@@ -144,6 +145,7 @@ KEY_GRADIENTS = [
 ]
 
 
+@requires(Feature.CHUNK)
 @each([*REPEATING, *(case.having(backward=True) for case in KEY_GRADIENTS)])
 def test_repeating_keys(kda, case: Case):
     """FAILURES 5: beta = 1 and keys that repeat, where a series for the triangular inverse cancels; beta up to 2."""
