@@ -65,7 +65,7 @@ def _remember_types(interpreter: Any) -> None:
     """Make each block type, each shape of a tensor and each numpy type once; nothing changes them later."""
     core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
     make_type, make_tensor, numpy_type = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
-    equal, broadcast = core.tuple.__eq__, type(semantic).broadcast_impl_value
+    broadcast = type(semantic).broadcast_impl_value
     types: dict[Any, dict[str, Any]] = {}
     shapes: dict[str, tuple[Any, Any]] = {}
     numpy_types: dict[str, Any] = {}
@@ -94,18 +94,12 @@ def _remember_types(interpreter: Any) -> None:
             numpy_types[name] = numpy_type(type)
         return numpy_types[name]
 
-    def equal_tuples(self: Any, other: Any) -> Any:
-        if isinstance(other, list) and all(isinstance(x, int) for x in other):
-            return core.constexpr(self.values == other)
-        return equal(self, other)
-
     def broadcast_unless_equal(self: Any, a: Any, b: Any) -> Any:
         if a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values:
             return a, b
         return broadcast(self, a, b)
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
-    core.tuple.__eq__ = equal_tuples
     interpreter._get_np_dtype = numpy_type_of
     type(semantic).broadcast_impl_value = broadcast_unless_equal
 

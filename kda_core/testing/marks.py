@@ -38,6 +38,14 @@ def either_way(gradients: Feature) -> pytest.MarkDecorator:
 
 
 def each(cases: Iterable[Case]) -> pytest.MarkDecorator:
-    """Run a test once for each case, as its argument ``case``; cases tagged "slow" are slow tests."""
-    params = [pytest.param(c, id=c.name, marks=slow if "slow" in c.tags else ()) for c in cases]
+    """Run a test once for each case, as its argument ``case``; cases tagged "slow" are slow tests.
+
+    A test is about its case's function, and about its gradients if the case has some.
+    """
+    params = []
+    for case in cases:
+        chunk, steps = (Feature.CHUNK, Feature.BACKWARD), (Feature.RECURRENT, Feature.RECURRENT_BACKWARD)
+        about = (chunk if case.op == "chunk_kda" else steps)[: 2 if case.backward else 1]
+        marks = [requires(*about), slow] if "slow" in case.tags else requires(*about)
+        params.append(pytest.param(case, id=case.name, marks=marks))
     return pytest.mark.parametrize("case", params)

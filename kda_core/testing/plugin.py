@@ -9,7 +9,6 @@ machine can run is tested, the oracle aside. ``--interpret`` runs Triton kernels
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -36,15 +35,16 @@ from kda_core.testing.interpreter import improve  # noqa: E402
 from kda_core.testing.report import BackendReport  # noqa: E402
 from kda_core.testing.subject import Refused, Subject  # noqa: E402
 from kda_core.testing.targets import Target, find_target  # noqa: E402
-from kda_core.testing.tiers import MODE_VARIABLE, MODES, TierCount, is_slow, mode, module_of, simplest_first  # noqa: E402
+from kda_core.testing.tiers import MODE_VARIABLE, MODES, empty_tiers, is_slow, mode, module_of, simplest_first  # noqa: E402
 
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
 ORACLE = "reference"
-EMPTY_TIERS = "kda_core_empty_tiers"
+EMPTY = "kda_core_empty_tiers"
 
 TARGETS = pytest.StashKey[list[Target]]()
+NOT_TESTED = pytest.StashKey[list[str]]()
 SUBJECT = pytest.StashKey[Subject]()
-TIERS = pytest.StashKey[TierCount]()
+EMPTY_TIERS = pytest.StashKey[list[str]]()
 POSITION = pytest.StashKey[int]()
 
 
@@ -72,11 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
         _switch_interpreter_on()
     if config.getoption("foreign_device"):
         _allow_foreign_device(config)
-    config.stash[TARGETS] = _targets(config)
+    config.stash[TARGETS], config.stash[NOT_TESTED] = _targets(config)
     if config.getoption("interpret"):
         improve()
-    config.stash[TIERS] = TierCount(config)
-    config.pluginmanager.register(config.stash[TIERS], "kda_core_tiers")
+    config.stash[EMPTY_TIERS] = []
 
 
 def _switch_interpreter_on() -> None:
@@ -99,21 +98,23 @@ def _allow_foreign_device(config: pytest.Config) -> None:
     os.environ[FOREIGN_VARIABLE] = ",".join(dict.fromkeys(names))
 
 
-def _targets(config: pytest.Config) -> list[Target]:
+def _targets(config: pytest.Config) -> tuple[list[Target], list[str]]:
+    """The backends to test, and why others that nobody named are not tested."""
     interpret, foreign = config.getoption("interpret"), config.getoption("foreign_device")
     names = config.getoption("backend")
     if names is not None:
         try:
-            return [find_target(name, interpret, foreign) for name in dict.fromkeys(names)]
+            return [find_target(name, interpret, foreign) for name in dict.fromkeys(names)], []
         except KdaError as error:
             ways = _other_ways(names, interpret or foreign) if isinstance(error, UnsupportedCall) else ""
             raise pytest.UsageError(f"--backend: {error}{ways}") from None
-    targets = []
+    targets, left_out = [], []
     for name in (backend.info.name for backend in registry.backends if backend.info.name != ORACLE):
-        # One that cannot run was not named on the command line; the header says why it is left out.
-        with contextlib.suppress(UnsupportedCall):
+        try:
             targets.append(find_target(name, interpret))
-    return targets
+        except UnsupportedCall as error:
+            left_out.append(str(error))
+    return targets, left_out
 
 
 def _other_ways(names: list[str], chosen: bool) -> str:
@@ -138,16 +139,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         how = ", interpreted" * t.interpreted + ", a foreign device" * t.foreign
         lines.append(f"backend {info.name} {info.version} (contract {info.contract}) on {_device_name(t.device)}{how}")
         lines += _arithmetic(t.device, platforms.flushed_below(t.device, torch.float16))
-    tested = {t.backend for t in config.stash[TARGETS]} | {ORACLE}
-    for backend in registry.backends if config.getoption("backend") is None else ():
-        if backend.info.name not in tested:
-            why = f"backend {backend.info.name!r}"
-            try:
-                find_target(backend.info.name, config.getoption("interpret"))
-            except KdaError as error:
-                why = str(error)
-            lines.append(f"not tested: {why}")
-    return lines
+    return lines + [f"not tested: {why}" for why in config.stash[NOT_TESTED]]
 
 
 def _arithmetic(device: torch.device, below: float) -> list[str]:
@@ -200,7 +192,9 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Iterator[Any]:
     return found
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[EMPTY_TIERS] = empty_tiers(config, items)
     items[:] = simplest_first(items)
     for position, item in enumerate(items):
         item.stash[POSITION] = position
@@ -257,12 +251,11 @@ class _Gatherer:
         self.config = config
         self.reports: dict[str, BackendReport] = {}
         self.outcomes: dict[str, list[Outcome]] = {}
-        self.empty_tiers: list[str] = []
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """A worker of pytest-xdist ends; it collected items that this process did not."""
-        self.empty_tiers = getattr(node, "workeroutput", {}).get(EMPTY_TIERS, self.empty_tiers)
+        self.config.stash[EMPTY_TIERS] = getattr(node, "workeroutput", {}).get(EMPTY, self.config.stash[EMPTY_TIERS])
 
     def failures(self, name: str) -> Failures:
         """The failures on a backend."""
@@ -284,7 +277,7 @@ class _Gatherer:
     def problems(self) -> list[str]:
         """Why the run fails although no test failed."""
         explicit = self.config.getoption("backend") or []
-        found = [*self.empty_tiers, *self.config.stash[TIERS].empty()]
+        found = [*self.config.stash[EMPTY_TIERS]]
         for name in dict.fromkeys(explicit):
             report = self.reports.get(name)
             if report is None or not report.outcomes.keys() & {"passed", "failed"}:
@@ -326,7 +319,7 @@ class _Gatherer:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[EMPTY_TIERS] = session.config.stash[TIERS].empty()
+        session.config.workeroutput[EMPTY] = session.config.stash[EMPTY_TIERS]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

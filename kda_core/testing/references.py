@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kda_core import reference
-from kda_core.request import DATA, Request
+from kda_core.request import Request
 from kda_core.testing.inputs import Call
 from kda_core.testing.rounding import in_float64
 
@@ -68,19 +71,19 @@ def _forward(r: Request) -> Results:
     return {n: t for n, t in found.items() if t is not None}
 
 
-def _backward(r: Request, grads: Results) -> Results:
-    grads = {n: t.double() for n, t in grads.items()}
+def _backward(r: Request, grads: Results, most_bytes: int = MAX_GRAPH_BYTES) -> Results:
     lengths = [end - start for _, start, end in reference.sequence_bounds(r)]
-    kept = _KEPT_STATES * 8 * r.N * max(lengths, default=0) * r.HV * r.K * r.V
-    return whole_backward(r, grads) if kept <= MAX_GRAPH_BYTES else _piecewise_backward(r, grads)
+    piece = max(1, most_bytes // max(1, _KEPT_STATES * 8 * r.N * r.HV * r.K * r.V))
+    steps = reference.recurrence if max(lengths, default=0) <= piece else partial(_in_pieces, piece)
+    return whole_backward(r, {n: t.double() for n, t in grads.items()}, steps)
 
 
-def whole_backward(r: Request, grads: Results) -> Results:
+def whole_backward(r: Request, grads: Results, steps: Callable[..., Any] = reference.recurrence) -> Results:
     """Results and gradients of a request in float64, on its device."""
     names = [n for n in reference.DIFFERENTIABLE if getattr(r, n) is not None]
     leaves = {n: getattr(r, n).detach().to(torch.float64, copy=True).requires_grad_() for n in names}
     with torch.enable_grad():
-        found = reference.oracle(r, inputs=leaves)
+        found = reference.oracle(r, inputs=leaves, steps=steps)
         outputs = {"o": found.o, "final_state": found.final_state.mT if r.state_v_first else found.final_state}
         # Without a token, or without an initial state, an output may depend on nothing.
         names_out = [n for n in grads if outputs[n].requires_grad]
@@ -93,34 +96,20 @@ def whole_backward(r: Request, grads: Results) -> Results:
     return result
 
 
-def _piecewise_backward(r: Request, grads: Results, most_bytes: int = MAX_GRAPH_BYTES) -> Results:
-    """Gradients of long sequences, in pieces from back to front; only the states between pieces are kept."""
-    like = {n: getattr(r, n) for n in reference.DIFFERENTIABLE if getattr(r, n) is not None}
-    total = {f"d{n}": torch.zeros_like(t) for n, t in like.items()}
-    total |= {"o": r.v.new_zeros(r.B, r.T, r.HV, r.V), "final_state": r.v.new_zeros(r.state_shape)}
-    per_token = _KEPT_STATES * 8 * r.HV * r.K * r.V
-    length = max(1, most_bytes // per_token)
-    for n, (b, start, end) in enumerate(reference.sequence_bounds(r)):
-        state = r.v.new_zeros(1, *r.state_shape[1:]) if r.initial_state is None else r.initial_state[n : n + 1]
-        pieces = []
-        for cut in range(start, end, length):
-            tokens = (slice(b, b + 1), slice(cut, min(cut + length, end)))
-            parts = {name: getattr(r, name)[tokens] for name in DATA}
-            piece = replace(r, **parts, initial_state=state, cu_seqlens=None, cu_seqlens_cpu=None)
-            result = reference.forward(replace(piece, output_final_state=True))
-            total["o"][tokens] = result.o
-            pieces.append((tokens, piece))
-            state = result.final_state
-        total["final_state"][n] = state[0]
-        d_state = grads.get("final_state", torch.zeros_like(total["final_state"]))[n : n + 1]
-        for tokens, piece in reversed(pieces):
-            given = {"o": grads["o"][tokens]} if "o" in grads else {}
-            found = whole_backward(piece, given | {"final_state": d_state})
-            for name in DATA:
-                total[f"d{name}"][tokens] = found[f"d{name}"]
-            for name in like.keys() & {"A_log", "dt_bias"}:
-                total[f"d{name}"] += found[f"d{name}"]
-            d_state = found["dinitial_state"]
-        if r.initial_state is not None:
-            total["dinitial_state"][n] = d_state[0]
-    return total
+def _in_pieces(length: int, *rows_and_state: Any) -> tuple[Tensor, list[Tensor]]:
+    """``reference.recurrence`` in pieces of ``length`` tokens; the backward computes the states within each again.
+
+    The states between pieces stand for those within them, which no result of a backward has.
+    """
+    *rows, state, _ = rows_and_state
+    outputs, states = [], [state]
+    for piece in zip(*(x.split(length, 1) for x in rows), strict=True):
+        o, state = checkpoint(_outputs_and_state, *piece, state, use_reentrant=False, preserve_rng_state=False)
+        outputs.append(o)
+        states += [state] * o.shape[1]
+    return torch.cat(outputs, 1), states
+
+
+def _outputs_and_state(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    o, states = reference.recurrence(*arguments)
+    return o, states[-1]

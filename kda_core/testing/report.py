@@ -111,8 +111,6 @@ class BackendReport:
         for s in self.slack_used():
             dtype = s["dtype"] or "any dtype"
             yield f"  slack: {s['output']} {dtype} x{s['factor']:g}, used {s['used']:.2f}: {s['reason']}"
-        for name in self.never_served():
-            yield f"  FAILED: declares {name}, and turned down every call that needs it"
 
 
 def _finite(value: Any) -> Any:

@@ -34,25 +34,17 @@ def tier(config: pytest.Config) -> str | None:
     return mode()
 
 
-class TierCount:
-    """Counts the tests of each tier, before deselection."""
+def empty_tiers(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """A sentence when there are tests, but none in the tier that runs; a shell pattern may name files of both.
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.counts = {"fast": 0, "slow": 0}
-
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        self.counts["slow" if is_slow(item) else "fast"] += 1
-
-    def empty(self) -> list[str]:
-        """A sentence when there are tests, but none in the tier that runs; a shell pattern may name files of both."""
-        chosen = tier(self.config)
-        other = "fast" if chosen == "slow" else "slow"
-        count, names = self.counts[other], " ".join(self.config.args)
-        if chosen is None or self.counts[chosen] or not count:
-            return []
-        tests = "1 test" if count == 1 else f"{count} tests"
-        return [f"no tests in tier {chosen} of {names}: it has {tests}, all {other}; they run {HOW[other]}"]
+    ``items``: all that were collected, before any is deselected.
+    """
+    chosen, count = tier(config), len(items)
+    if chosen is None or not items or any(is_slow(item) == (chosen == "slow") for item in items):
+        return []
+    other, tests = "fast" if chosen == "slow" else "slow", "1 test" if count == 1 else f"{count} tests"
+    names = " ".join(config.args)
+    return [f"no tests in tier {chosen} of {names}: it has {tests}, all {other}; they run {HOW[other]}"]
 
 
 MODULES = (

@@ -35,10 +35,7 @@ CASES = [
         for B, T in ((2, 0), (0, 5), (0, 0))
         for l2norm in (False, True)
     ),
-]  # fmt: skip
-
-# The decay's gradient is that of a whole state, before any rounding.
-SHORT = [
+    # Below a chunk both states are the caller's: the decay's gradient is that of a whole state, before any rounding.
     Case(name="gradients of a token float16", T=1, K=64, dtype=FP16, state=FP32, backward=True),
     Case(name="gradients of a token bfloat16", T=1, K=128, dtype=BF16, state=FP32, backward=True),
     # Nothing decays, so dg is exactly zero; a sum of cancelling 16-bit parts is not.
@@ -56,17 +53,9 @@ SHORT = [
 ]  # fmt: skip
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD)
 @each([*select("backward"), *CASES])
 def test_backward(kda, case: Case):
     """Outputs and every gradient are within their budgets."""
-    kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT)
-@each(SHORT)
-def test_backward_short(kda, case: Case):
-    """Sequences below a chunk: both of their states are the caller's, those of empty ones to the bit."""
     kda.check(case)
 
 

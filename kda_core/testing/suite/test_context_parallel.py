@@ -35,7 +35,7 @@ CUTS = {case.name: cuts for case, cuts in CASES}
 BACKWARD = requires(Feature.CHUNK, Feature.BACKWARD, Feature.STATE_GRADIENT, Feature.CONTEXT_PARALLEL)
 
 
-@requires(Feature.CHUNK, Feature.CONTEXT_PARALLEL)
+@requires(Feature.CONTEXT_PARALLEL)
 @each([case for case, _ in CASES if "long" not in case.name])
 def test_fragments(kda, case: Case):
     """A call that is begun and finished piece by piece is the whole call."""

@@ -21,13 +21,7 @@ from kda_core.testing.marks import each, either_way, requires, slow
 R = "fused_recurrent_kda"
 
 
-@requires(Feature.CHUNK)
-@each([Case(name=f"decay {d} {t}", T=130, decay=d, **PLAIN[t]) for t in (FP32, BF16) for d in DECAYS])
-def test_decay(kda, case: Case):
-    """FAILURES 4: no decay overflows, and results after an isolated one are exact."""
-    kda.check(case)
-
-
+FORWARD = [Case(name=f"decay {d} {t}", T=130, decay=d, **PLAIN[t]) for t in (FP32, BF16) for d in DECAYS]
 DECAY_GRADIENTS = [
     *(Case(name=f"decay gradients {d}", T=70, decay=d, final_state=False) for d in (-5.0, -1000.0, "isolated")),
     # float16 has few digits below 6e-5: operands that decay to there lose no more than they must.
@@ -41,10 +35,10 @@ DECAY_GRADIENTS = [
 ]
 
 
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@each([case.having(backward=True) for case in DECAY_GRADIENTS])
-def test_decay_backward(kda, case: Case):
-    """FAILURES 6: gradients stay finite and right."""
+@requires(Feature.CHUNK)
+@each([*FORWARD, *(case.having(backward=True) for case in DECAY_GRADIENTS)])
+def test_decay(kda, case: Case):
+    """FAILURES 4, 6: no decay overflows, results after an isolated one are exact, gradients stay finite and right."""
     kda.check(case)
 
 
@@ -152,16 +146,9 @@ KEY_GRADIENTS = [
 
 
 @requires(Feature.CHUNK)
-@each(REPEATING)
+@each([*REPEATING, *(case.having(backward=True) for case in KEY_GRADIENTS)])
 def test_repeating_keys(kda, case: Case):
     """FAILURES 5: beta = 1 and keys that repeat, where a series for the triangular inverse cancels; beta up to 2."""
-    kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.BACKWARD)
-@each([case.having(backward=True) for case in KEY_GRADIENTS])
-def test_repeating_keys_backward(kda, case: Case):
-    """FAILURES 5: gradients, too."""
     kda.check(case)
 
 

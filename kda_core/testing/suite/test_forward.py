@@ -10,7 +10,6 @@ from kda_core.testing.cases import Case, select
 from kda_core.testing.marks import each, requires
 
 
-@requires(Feature.CHUNK)
 @each(select("forward", "-backward"))
 def test_forward(kda, case: Case):
     """Output and final state are within their budgets."""

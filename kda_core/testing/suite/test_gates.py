@@ -34,7 +34,6 @@ GATES = [
 ]
 
 
-@requires(Feature.CHUNK)
 @each(GATES)
 def test_gate(kda, case: Case):
     """-exp(A_log) softplus(g + dt_bias), and b sigmoid(exp(A_log) (g + dt_bias)), in the operator."""
@@ -42,21 +41,15 @@ def test_gate(kda, case: Case):
 
 
 REAL = Case(name="real gate", T=70, HV=6, rate=201.0, final_state=False, **SOFTPLUS)
-"""exp(A_log) up to 201 and decays of thousands a token, as trained models have."""
+STEPS = REAL.having(name="real gate of steps", op="fused_recurrent_kda", raw_scale=5.0)
 
 
-@requires(Feature.CHUNK, Feature.SOFTPLUS_GATE)
-@either_way(Feature.BACKWARD)
-def test_gate_of_real_models(kda, backward: bool):
-    """FAILURES 4: decays to -2661 a token, forward and backward."""
-    kda.check(REAL.having(H=1, raw_scale=4.0, backward=backward))
-
-
-@requires(Feature.RECURRENT, Feature.SOFTPLUS_GATE)
-@either_way(Feature.RECURRENT_BACKWARD)
-def test_gate_of_real_models_recurrent(kda, backward: bool):
-    """FAILURES 34: the same token by token, with decays to -4175."""
-    kda.check(REAL.having(name="real gate of steps", op="fused_recurrent_kda", raw_scale=5.0, backward=backward))
+@requires(Feature.SOFTPLUS_GATE)
+@each([REAL.having(H=1, raw_scale=4.0), STEPS])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_gate_of_real_models(kda, case: Case, backward: bool):
+    """FAILURES 4, 34: exp(A_log) up to 201 and decays to -2661 a token, as trained models have; to -4175 in steps."""
+    kda.check(case.having(backward=backward))
 
 
 @requires(Feature.CHUNK, Feature.LOWER_BOUND_GATE)

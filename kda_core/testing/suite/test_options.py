@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from kda_core.testing import budgets, references
 from kda_core.testing.cases import Case
 from kda_core.testing.inputs import Call
 from kda_core.testing.marks import requires
-from kda_core.testing.subject import Subject
 
 # An option's effect on its test case must be at least this many budgets, or the test could not see it.
 POWER = 50.0
@@ -79,28 +78,23 @@ def _calls(option: Option) -> tuple[Call, Call]:
     return base, base.having(**changes)
 
 
-def _each(names: Collection[str]) -> pytest.MarkDecorator:
-    marks = {n: requires(OPTIONS[n].feature) if OPTIONS[n].feature else () for n in names}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n]) for n in names])
+def _each() -> Iterator[Any]:
+    """Every option of either function: its name, and whether the call is one of ``fused_recurrent_kda``."""
+    for name, option in OPTIONS.items():
+        features = (option.feature,) if option.feature else ()
+        yield pytest.param(name, False, marks=requires(Feature.CHUNK, *features), id=name)
+        if name not in _NOT_FOR_DECODING:
+            yield pytest.param(name, True, marks=requires(Feature.RECURRENT, *features), id=f"{name}, recurrent")
 
 
-def _check(kda: Subject, base: Call, call: Call, effect: bool) -> None:
+@pytest.mark.parametrize(("name", "recurrent"), [*_each()])
+def test_option(kda, name: str, recurrent: bool):
+    """The result with the option is the oracle's, which is far from the one without it."""
+    base, call = _calls(OPTIONS[name])
+    if recurrent:
+        base, call = (c.slice_tokens(0, 6).decoding() for c in (base, call))
     kda.check(call)
-    if effect:
+    if OPTIONS[name].effect:
         without, expected = references.results(base)["o"], references.results(call)["o"]
         error = budgets.measure("o", without, expected, torch.float32)
         assert error.share(budgets.budgets(call)["o"]) > POWER, "the case does not show whether the option is honoured"
-
-
-@requires(Feature.CHUNK)
-@_each(OPTIONS)
-def test_option(kda, name: str):
-    """The result with the option is the oracle's, which is far from the one without it."""
-    _check(kda, *_calls(OPTIONS[name]), OPTIONS[name].effect)
-
-
-@requires(Feature.RECURRENT)
-@_each([name for name in OPTIONS if name not in _NOT_FOR_DECODING])
-def test_option_of_recurrent(kda, name: str):
-    """The same for fused_recurrent_kda."""
-    _check(kda, *(c.slice_tokens(0, 6).decoding() for c in _calls(OPTIONS[name])), OPTIONS[name].effect)

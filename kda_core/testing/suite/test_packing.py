@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-@requires(Feature.CHUNK, Feature.VARLEN)
+@requires(Feature.VARLEN)
 @each([*select("packed", "-backward"), *CASES])
 def test_packed(kda, case: Case):
     """FAILURES 1, 9, 25: output and final states are within their budgets, rows of no sequence are zero."""

@@ -16,7 +16,7 @@ from kda_core.testing.inputs import indices
 from kda_core.testing.nearby import Build
 from kda_core.testing.subject import Refused, Subject, refusal_of, undeclared
 
-CHUNK, RECURRENT = {"op": "chunk_kda"}, {"op": "fused_recurrent_kda"}
+CHUNK, RECURRENT, WITH_H = {"op": "chunk_kda"}, {"op": "fused_recurrent_kda"}, {"return_intermediate_states": True}
 
 
 def _case(**fields) -> Case:
@@ -38,7 +38,9 @@ CALLS: dict[Feature, dict[str, Any]] = {
     Feature.STATE_GRADIENT: {"backward": True},
     Feature.STATE_V_FIRST: {"options": {"state_v_first": True}},
     Feature.BF16_STATE: {"state": BF16},
-    Feature.INTERMEDIATE_STATES: CHUNK | {"options": {"return_intermediate_states": True}},
+    Feature.FP16_STATE: {"state": FP16},
+    Feature.INTERMEDIATE_STATES: CHUNK | {"options": WITH_H},
+    Feature.INTERMEDIATE_STATES_DTYPE: CHUNK | {"options": WITH_H | {"intermediate_states_dtype": FP16}},
     Feature.PAGED_STATE: {"state": FP32},
     Feature.SPEC_DECODE: RECURRENT | {"state": FP32},
     Feature.QK_L2NORM: {"l2norm": True},

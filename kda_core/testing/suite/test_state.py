@@ -13,6 +13,11 @@ from kda_core.testing.marks import each, requires
 LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["K first", "V first"])
 
 
+FLOAT16: dict[str, dict] = {
+    "forward": {"T": 70},
+    "of halves": {"T": 70, "K": 64, "dtype": FP16, "gate_dtype": FP16, "backward": True},
+    "of steps": {"T": 9, "op": "fused_recurrent_kda", "backward": True},
+}
 # With K = V a mix-up of the layouts is right in shape and wrong in value.
 STATES = [
     Case(name=f"state {v_first} {V} {dtype}", T=70, V=V, state=dtype, options={"state_v_first": v_first})
@@ -25,31 +30,19 @@ STATES = [
     Case(name="no tokens", T=0),
     Case(name="state without tokens", T=0, state=FP32),
     *(Case(name=f"states of no tokens {dtype}", T=0, lengths=(0, 0), **PLAIN[dtype]) for dtype in PLAIN),
+    Case(name="packed states", T=100, V=64, lengths=(30, 0, 70), state=FP32, options={"state_v_first": True}),
+    *(
+        Case(name=f"float16 states {v_first} {name}", V=64, state=FP16, options={"state_v_first": v_first}, **fields)
+        for v_first in (False, True)
+        for name, fields in FLOAT16.items()
+    ),
 ]
 
 
-@requires(Feature.CHUNK)
 @each(STATES)
 def test_state(kda, case: Case):
-    """Both layouts and dtypes, an initial or a final state alone, and no tokens at all."""
+    """Both layouts, every dtype, an initial or a final state alone, one a packed sequence, and no tokens at all."""
     kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.FP16_STATE)
-@LAYOUTS
-def test_state_float16(kda, v_first: bool):
-    """States in float16, forward and backward, in both functions."""
-    case = Case(name=f"float16 states {v_first}", T=70, V=64, state=FP16, options={"state_v_first": v_first})
-    kda.check(case)
-    kda.check(case.having(name="float16 states of halves", K=64, dtype=FP16, gate_dtype=FP16, backward=True))
-    kda.check(case.having(op="fused_recurrent_kda", T=9, backward=True))
-
-
-@requires(Feature.CHUNK, Feature.INITIAL_STATE, Feature.FINAL_STATE, Feature.VARLEN, Feature.STATE_V_FIRST)
-def test_state_packed_v_first(kda):
-    """One state a sequence, V first."""
-    options = {"state_v_first": True}
-    kda.check(Case(name="packed states", T=100, V=64, lengths=(30, 0, 70), state=FP32, options=options))
 
 
 @requires(Feature.CHUNK, Feature.RECURRENT, Feature.INITIAL_STATE, Feature.FINAL_STATE)
@@ -87,22 +80,19 @@ CASES = [
     Case(name="h without rows", B=0, T=130, state=FP32, options=WITH_H),
     Case(name="h without tokens", B=2, T=0, state=FP32, options=WITH_H),
     Case(name="h packed", T=200, lengths=(1, 0, 64, 65, 70), state=FP32, options=WITH_H),
+    # Without a state as fla stores them, in the dtype of k.
+    *(
+        Case(name=f"h {dtype} of {state}", T=130, state=state, options=WITH_H | {"intermediate_states_dtype": dtype})
+        for state, dtype in ((BF16, FP32), (FP32, BF16), (FP32, FP16), (None, BF16))
+    ),
 ]
 
 
-@requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES)
+@requires(Feature.INTERMEDIATE_STATES)
 @each(CASES)
 def test_intermediate_states(kda, case: Case):
     """Every state is within its budget."""
     kda.check(case)
-
-
-@requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES, Feature.INTERMEDIATE_STATES_DTYPE)
-@pytest.mark.parametrize(("state", "dtype"), [(BF16, FP32), (FP32, BF16), (FP32, FP16), (None, BF16)])
-def test_intermediate_states_in_another_dtype(kda, state: torch.dtype | None, dtype: torch.dtype):
-    """float32 snapshots of bfloat16 states and the reverse; with None as fla stores them, in the dtype of k."""
-    options = WITH_H | {"intermediate_states_dtype": dtype}
-    kda.check(Case(name=f"h {dtype} of {state}", T=130, state=state, options=options))
 
 
 @requires(Feature.CHUNK, Feature.INTERMEDIATE_STATES)
