@@ -374,13 +374,12 @@ def gradients_hopper(
                 near = (gl.min(tiles.least_halves(low, 2), axis=0) <= tiles.FAR_HALF) == 0
         for i in gl.static_range(8):
             hopper.mbarrier.wait(value_bars[i], half)
-        if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-            if tail:
-                for i in gl.static_range(2):
-                    tiles.clear_rows(o_0.index(i), count, BY_HALF_ROWS)
-                    tiles.clear_rows(o_1.index(i), count, BY_HALF_ROWS)
-                hopper.fence_async_shared()
-                hopper.block_barrier()
+        if TAILS and tail:
+            for i in gl.static_range(2):
+                tiles.clear_rows(o_0.index(i), count, BY_HALF_ROWS)
+                tiles.clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+            hopper.fence_async_shared()
+            hopper.block_barrier()
         if half == 0:
             m = gl.full([64, 32], 0.0, gl.float32, tiles.PAIRS)
             rows = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
@@ -422,10 +421,9 @@ def gradients_hopper(
     if WIDE_G and GATE != "none":
         hopper.mbarrier.expect(g_bar, C * 128 * 4)
         hopper.copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
-    if initial_state is not None and not LAST:  # noqa: SIM102
-        if length <= C:
-            # A sequence of one chunk reads the caller's states, not their 16-bit copies.
-            sums = decay * tiles.sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
+    if initial_state is not None and not LAST and length <= C:
+        # A sequence of one chunk reads the caller's states, not their 16-bit copies.
+        sums = decay * tiles.sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
 
     # The place of do, dv and z is free.
     pr = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, tiles.PAIRS)), 1)
@@ -438,10 +436,9 @@ def gradients_hopper(
     numbers.store(number)
     hopper.mbarrier.wait(k_bar, 0)
     hopper.mbarrier.wait(q_bar, 0)
-    if TAILS:  # noqa: SIM102
-        if tail:
-            tiles.clear_rows(q_rows, count, BY_ROWS)
-            tiles.clear_rows(k_rows, count, BY_ROWS)
+    if TAILS and tail:
+        tiles.clear_rows(q_rows, count, BY_ROWS)
+        tiles.clear_rows(k_rows, count, BY_ROWS)
     hopper.block_barrier()
 
     dq_part, dk_part = tiles.halves_of(rows, 64, tiles.M32)

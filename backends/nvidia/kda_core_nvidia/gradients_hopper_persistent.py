@@ -178,23 +178,21 @@ def _gradients(
         all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(here)
         # Later, in the place of the pairs.
         sums_by_warp = seen_as(pairs, gl.float32, [2, tiles.WARPS, 256], PLAIN).index(here)
-        if TAILS:  # noqa: SIM102
-            if count < C:
-                behind = count - C // 2
-                clear_rows(q_rows.slice(C // 2, C // 2), behind, BY_ROWS)
-                clear_rows(k_rows.slice(C // 2, C // 2), behind, BY_ROWS)
-                clear_rows(g_rows.slice(C // 2, C // 2), behind, BY_ROWS)
-                clear_rows(z_0.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                clear_rows(z_1.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                for i in gl.static_range(2):
-                    clear_rows(o_0.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                    clear_rows(o_1.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                fence_async_shared()
-                block_barrier()
-        if table is not None and not (TAILS or tiles.EARLY) and BOUNDED:  # noqa: SIM102
+        if TAILS and count < C:
+            behind = count - C // 2
+            clear_rows(q_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+            clear_rows(k_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+            clear_rows(g_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+            clear_rows(z_0.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+            clear_rows(z_1.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+            for i in gl.static_range(2):
+                clear_rows(o_0.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+                clear_rows(o_1.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+            fence_async_shared()
+            block_barrier()
+        if table is not None and not (TAILS or tiles.EARLY) and BOUNDED and count < C:
             # Never taken. Without a branch here later versions of triton spill 600 bytes.
-            if count < C:
-                block_barrier()
+            block_barrier()
         m = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
         rows = gl.full([128, 128], 0.0, gl.float32, tiles.M128)
         columns = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
@@ -349,13 +347,12 @@ def _gradients(
         tiles.store_tiles(g_rows, dg)
         fence_async_shared()
         block_barrier()
-        if TAILS:  # noqa: SIM102
-            if count < C:
-                out = (row.to(gl.int64) * HV + i_h) * K + loads.first_channel(block, K)
-                store_rows(dq_rows + out, HV * K, q_rows, count, BY_ROWS, 64)
-                store_rows(dk_rows + out, HV * K, k_rows, count, BY_ROWS, 64)
-                store_rows(dg_rows + out, HV * K, g_rows, count, BY_ROWS, 64)
-                block_barrier()
+        if TAILS and count < C:
+            out = (row.to(gl.int64) * HV + i_h) * K + loads.first_channel(block, K)
+            store_rows(dq_rows + out, HV * K, q_rows, count, BY_ROWS, 64)
+            store_rows(dk_rows + out, HV * K, k_rows, count, BY_ROWS, 64)
+            store_rows(dg_rows + out, HV * K, g_rows, count, BY_ROWS, 64)
+            block_barrier()
         mbarrier.arrive(rows_done.index(place), count=1)
         block, pair, i_h = following, next_pair, next_h
 

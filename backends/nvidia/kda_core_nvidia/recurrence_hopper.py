@@ -76,9 +76,8 @@ def _load(
         gdc_wait()
     pairs_there = 0
     for i in range((length + C - 1) // C):
-        if progress is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if i // 2 >= pairs_there:
-                pairs_there = prepared(progress, i // 2, (length + 2 * C - 1) // (2 * C), heads)
+        if progress is not None and i // 2 >= pairs_there:
+            pairs_there = prepared(progress, i // 2, (length + 2 * C - 1) // (2 * C), heads)
         stage = i % STAGES
         row, end, slot = value_row, length, first_slot + i
         if LACKS > 0:
@@ -184,12 +183,11 @@ def _multiply(
     for i in range(n):
         stage = i % STAGES
         before = column
-        if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if i == (column + 1) * every:
-                _keep(
-                    S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP
-                )  # fmt: skip
-                column += 1
+        if p_table is not None and i == (column + 1) * every:
+            _keep(
+                S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP
+            )  # fmt: skip
+            column += 1
         if WIDE:
             part, rest = halves(S, BV, KP)
         else:
@@ -262,9 +260,8 @@ def _multiply(
             z_buffer.index(n % OUT).permute((1, 0)).store(scaled.to(dtype))
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
-    if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if (n == (column + 1) * every) & (length == n * C):
-            _keep(S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP)
+    if p_table is not None and (n == (column + 1) * every) & (length == n * C):
+        _keep(S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP)
     return S, n
 
 
@@ -409,10 +406,9 @@ def _sequence(
         if ((has_state is not None) | (final_indices is not None)) and not LAST_STATE:
             # A sequence without tokens leaves its slot alone.
             writes = writes & (length > 0)
-        if final_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if writes:
-                p_final = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
-                store_state(p_final, S, s_fv, s_fk, K, BV, KP)
+        if final_state is not None and writes:
+            p_final = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
+            store_state(p_final, S, s_fv, s_fk, K, BV, KP)
         if FINISHED:
             # The next sequence's barriers lie in the same place.
             block_barrier()

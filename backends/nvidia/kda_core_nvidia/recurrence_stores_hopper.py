@@ -104,10 +104,9 @@ def store_chunks(
         mbarrier.wait(full.index(out), (i // OUT) & 1)
         # The warps that hand over have done with what was loaded for the chunk before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if p_states is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if (i < n) & (i % 2 == 0):
-                place = (place0 + i) // 2 * HV
-                store_state_block(p_states + place * (V * KP), s_buffer.index(0), BV, KP, STORERS)
+        if p_states is not None and (i < n) & (i % 2 == 0):
+            place = (place0 + i) // 2 * HV
+            store_state_block(p_states + place * (V * KP), s_buffer.index(0), BV, KP, STORERS)
         if i > 0:
             first, end = rows_of_chunk * (i - 1), length
             if LACKS > 0:

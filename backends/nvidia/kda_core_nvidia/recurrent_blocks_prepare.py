@@ -58,10 +58,9 @@ def blocks_prepare(
         start = ((i_slot % blocks) * common.ROWS).to(tl.int32)
         length = T
     else:
-        if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+        if OVERLAP and pid == 0:
             # Begun before ``recurrent`` ended: one program waits, so that no kernel behind this one finds that running.
-            if pid == 0:
-                gdc_wait()
+            gdc_wait()
         n, before = common.locate(cu_seqlens, N, i_slot, True)
         if n == N:
             return

@@ -136,10 +136,9 @@ def blocks_recurrence(
         if indices is not None:
             i_state = tl.load(indices + i_n * s_index).to(tl.int64)
             if is_padding(i_state, pad_slot_id, slots):
-                if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+                if OVERLAP and pid == 0:
                     # One program waits, so that no kernel behind this one finds those before it still running.
-                    if pid == 0:
-                        gdc_wait()
+                    gdc_wait()
                 return
         p_has = has_state
         if has_state is not None:
@@ -177,7 +176,6 @@ def blocks_recurrence(
                         *given, p_has, p_final, i_state, row, length, slot, i_h, i_v, *numbers, HV, K, V, KP, BV, I_K,
                         I_V, F_K, F_V, STAGES, OVERLAP,
                     )  # fmt: skip
-        if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+        if OVERLAP and pid == 0:
             # One program of those that found nothing waits, too.
-            if pid == 0:
-                gdc_wait()
+            gdc_wait()

@@ -116,9 +116,8 @@ def _multiply_forwards(
         )  # fmt: skip
         j += 1
     last = (j + STAGES - 1) % STAGES
-    if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-        if length < j * C:
-            transitions.keep_rows(o_buffer.index(last), length - (n - 1) * C, C, V)
+    if TAILS and length < j * C:
+        transitions.keep_rows(o_buffer.index(last), length - (n - 1) * C, C, V)
     a = wgmma(rows, o_buffer.index(last), a, is_async=True)
     a, rows = wgmma_wait(0, deps=(a, rows))
     block_barrier()

@@ -178,10 +178,9 @@ def _multiply(
     forgotten = gl.to_tensor(0)
     limit = n
     j = gl.to_tensor(0)
-    if EVERY:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-        if length < n * C:
-            mbarrier.wait(ready.index(0), 0)
-            keep_rows(v_buffer.index(0), length - (n - 1) * C, C, V)
+    if EVERY and length < n * C:
+        mbarrier.wait(ready.index(0), 0)
+        keep_rows(v_buffer.index(0), length - (n - 1) * C, C, V)
     while j + UNROLL <= limit:
         for more in gl.static_range(UNROLL):
             X, b, y, rows, gone = _step(
