@@ -16,8 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
-from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, place_of, store_state_block
-from kda_core_nvidia.transitions_hopper import pair_of_barriers
+from kda_core_nvidia.recurrence_stores_hopper import (
+    chunk_buffers,
+    halves,
+    pair_of_barriers,
+    place_of,
+    store_state_block,
+)
 
 
 @gluon.jit

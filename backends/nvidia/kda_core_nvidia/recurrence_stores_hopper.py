@@ -26,6 +26,17 @@ def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def pair_of_barriers(COUNT: gl.constexpr):
+    """Barriers [COUNT, 1] of stages that are filled, and of those that are free."""
+    filled = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return filled, free
+
+
+@gluon.jit
 def chunk_buffers(
     dtype: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
