@@ -97,7 +97,7 @@ def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl
 
 @gluon.jit
 def store_chunks(
-    p_o, p_states, p_z, place0, HV, s_ot, length, every, free, full, empty, o_buffer, z_buffer, s_buffer,
+    p_o, p_states, p_z, place0, HV, s_ot, length, every, bars, out_buffers,
     V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
     STORERS: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
@@ -105,6 +105,8 @@ def store_chunks(
 
     For a backward also z of chunk i - 1, and the state at the start of chunk i where that begins a pair.
     """
+    _, free, full, empty = bars
+    o_buffer, z_buffer, s_buffer = out_buffers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
