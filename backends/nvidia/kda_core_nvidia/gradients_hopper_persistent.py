@@ -91,14 +91,16 @@ def _factors_of_tiles(ys):
 
 @gluon.jit
 def _gradients(
-    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-    far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
-    values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
-    own_products, least_of_warps,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    given, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows, far_pairs, far_count, first_block,
+    exchange, scale, o_scale, lower_bound, HV, blocks, bars, places, values, pairs, numbers, own_products,
+    least_of_warps, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply."""
+    """The warps that multiply; ``given``: of ``load_numbers``."""
+    values_ready, values_free, rows_ready, rows_done = bars
+    q_places, k_places, g_places = places
+    z_0, z_1, o_0, o_1, s, ds = values
+    _, A_log, _, _, norms, _, _ = given
     dtype: gl.constexpr = q_places.dtype
     HALVES: gl.constexpr = z_0.layout
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], dtype)
@@ -136,10 +138,9 @@ def _gradients(
     # A program without pairs loads, too.
     block = gl.where(first < blocks, loads.block_of(far_pairs, first_block, first, blocks, K, FAR), 0)
     pair, i_h, _ = loads.parts_of(block, HV, K)
-    a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
-        beta, A_log, dt_bias, D, norms, table, pair, i_h, loads.first_channel(block, K), HV, s_bt, s_bh, K, C, EVICTION
-    )
+    raw = loads.load_numbers(given, table, pair, i_h, loads.first_channel(block, K), HV, K, C, EVICTION)
     for n in range((blocks - first + step - 1) // step):
+        a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = raw
         row, _, _, count = loads.place_of(table, pair, C)
         there = count if TAILS else None
         place = n & 1
@@ -286,9 +287,7 @@ def _gradients(
         following = gl.where(i < blocks, loads.block_of(far_pairs, first_block, i, blocks, K, FAR), block)
         next_pair, next_h, next_channel = loads.parts_of(following, HV, K)
         if tiles.EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
-            )
+            raw = loads.load_numbers(given, table, next_pair, next_h, next_channel, HV, K, C, EVICTION)
         if BLOCKS > 1:
             # The other program needs them behind its gate.
             block_barrier()
@@ -338,9 +337,7 @@ def _gradients(
             dq = new_q
             dk = new_k
         if not tiles.EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
-            )
+            raw = loads.load_numbers(given, table, next_pair, next_h, next_channel, HV, K, C, EVICTION)
         block_barrier()
         tiles.store_tiles(q_rows, dq)
         tiles.store_tiles(k_rows, dk)
@@ -419,16 +416,17 @@ def gradients_hopper_persistent(
         mbarrier.init(rows_done.index(i), count=1)
     fence_async_shared()
     block_barrier()
+    bars = (values_ready, values_free, rows_ready, rows_done)
+    places = (q_places, k_places, g_places)
+    values = (z_0, z_1, o_0, o_1, s, ds)
     gl.warp_specialize([
         (_gradients, (
-            beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-            far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks,
-            values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-            pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
+            (beta, A_log, dt_bias, D, norms, s_bt, s_bh), dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows,
+            dg_rows, far_pairs, far_count, first_block, exchange, scale, o_scale, lower_bound, HV, blocks, bars, places,
+            values, pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
         )),
         (loads.load_and_store, (
-            q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks, s_qh, s_kh,
-            s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0,
-            o_1, s, ds, K, V, C, FAR, dq_rows is not None,
+            (q, k, g), do, dv, z, states, state_grads, (dq, dk, dg), table, far_pairs, first_block, HV, blocks,
+            (s_qh, s_kh, s_gh, s_oh), bars, places, values, K, V, C, FAR, dq_rows is not None,
         )),
     ], [1], [tiles.LOADER_REGISTERS])  # fmt: skip
