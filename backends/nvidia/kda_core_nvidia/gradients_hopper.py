@@ -49,10 +49,8 @@ def _store_gradients(
     q_rows, k_rows, numbers, own_products, dg_far, g_again, g_bar = blocks
     dbeta, dA_partial, dbias_partial = sums_out
     results, result_blocks, result_rows = outputs
-    dq, dk, dg = results
     dq_block, dk_block, dg_block = result_blocks
-    dq_rows, dk_rows, dg_rows = result_rows
-    count, tail, row, i_h, i_k, of_state, HV, heads_qk, heads_g, norms, bias, a, lower_bound = call
+    count, tail, row, i_h, i_k, of_state, HV, heads, norms, bias, a, lower_bound = call
     BLOCKS: gl.constexpr = K // 128
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [tiles.WARPS, 1], [1, 0])
     channel = i_k * 128
@@ -131,13 +129,11 @@ def _store_gradients(
     hopper.block_barrier()
     if tail:
         if TAILS:
-            tiles.store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
-            tiles.store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
-            tiles.store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
+            for i in gl.static_range(3):
+                tiles.store_rows(result_rows[i], heads[i] * K, result_blocks[i], count, BY_ROWS)
     else:
-        hopper.store_block(dq, [row, i_h * K + channel], dq_block)
-        hopper.store_block(dk, [row, i_h * K + channel], dk_block)
-        hopper.store_block(dg, [row, i_h * K + channel], dg_block)
+        for i in gl.static_range(3):
+            hopper.store_block(results[i], [row, i_h * K + channel], result_blocks[i])
         hopper.tma.store_wait(0)
 
 
@@ -413,10 +409,9 @@ def gradients_hopper(
         if LAST and initial_state is not None:
             sums = gl.where(length <= C, own_sums, sums)
         m, rows, dkc = hopper.wgmma_wait(0, deps=(m, rows, dkc))
-    s_0._keep_alive()
-    s_1._keep_alive()
-    ds_0._keep_alive()
-    ds_1._keep_alive()
+    read = (s_0, s_1, ds_0, ds_1)
+    for i in gl.static_range(4):
+        read[i]._keep_alive()
     hopper.block_barrier()
     if WIDE_G and GATE != "none":
         hopper.mbarrier.expect(g_bar, C * 128 * 4)
@@ -445,7 +440,7 @@ def gradients_hopper(
     blocks = (q_rows, k_rows, numbers, own_products, dg_far, g_again, g_bar)
     sums_out = (dbeta, dA_partial, dbias_partial)
     outputs = ((dq, dk, dg), (dq_block, dk_block, dg_block), (dq_rows, dk_rows, dg_rows))
-    call = (count, tail, row, i_h, i_k, of_state, HV, heads_qk, heads_g, norms, bias, a, lower_bound)
+    call = (count, tail, row, i_h, i_k, of_state, HV, (heads_qk, heads_qk, heads_g), norms, bias, a, lower_bound)
     # Each form stores its results itself: code behind a jump over much other code arrives late.
     if BOUNDED or near:
         nearby = near_gradients(
@@ -466,12 +461,9 @@ def gradients_hopper(
         _store_gradients(levelled, sums, blocks, sums_out, outputs, call, True, K, GATE, TAILS, WIDE_G, LAST)
     # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
     # barriers that others have passed.
-    qk_rows._keep_alive()
-    g_rows._keep_alive()
-    o_0._keep_alive()
-    o_1._keep_alive()
-    z_0._keep_alive()
-    z_1._keep_alive()
+    kept = (qk_rows, g_rows, o_0, o_1, z_0, z_1)
+    for i in gl.static_range(6):
+        kept[i]._keep_alive()
     if GROUPED or not BOUNDED:
         s_0._keep_alive()
         s_1._keep_alive()

@@ -281,15 +281,10 @@ def diagonals(squares):
 @gluon.jit
 def expect_values(bars, C: gl.constexpr):
     """Make barriers wait for 128 value channels, in two blocks: z, do and dv, states, gradients of states."""
-    z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
-    mbarrier.expect(z0_bar, C * 64 * 2)
-    mbarrier.expect(z1_bar, C * 64 * 2)
-    mbarrier.expect(o0_bar, C * 64 * 4)
-    mbarrier.expect(o1_bar, C * 64 * 4)
-    mbarrier.expect(s0_bar, 64 * 128 * 2)
-    mbarrier.expect(s1_bar, 64 * 128 * 2)
-    mbarrier.expect(ds0_bar, 64 * 128 * 2)
-    mbarrier.expect(ds1_bar, 64 * 128 * 2)
+    for i in gl.static_range(4):
+        mbarrier.expect(bars[i], C * 64 * (2 if i < 2 else 4))
+    for i in gl.static_range(4, 8):
+        mbarrier.expect(bars[i], 64 * 128 * 2)
 
 
 @gluon.jit

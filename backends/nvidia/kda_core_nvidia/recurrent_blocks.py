@@ -145,6 +145,14 @@ def product(a_high, a_low, b_high, b_low, start, EXACT: tl.constexpr):
 
 
 @triton.jit
+def store_halves(p, x, APART: tl.constexpr):
+    """Store both halves of x, so many elements apart."""
+    high, low = two_parts(x, tl.float16)
+    tl.store(p, high)
+    tl.store(p + APART, low)
+
+
+@triton.jit
 def level(b_q, b_k, parts, m, el, j: tl.constexpr, TERMS: tl.constexpr, EXACT_OUT: tl.constexpr):
     """Add q kᵀ and k kᵀ, right for the pairs that straddle the middle of a block of 2^(j + 1) rows, to m and el."""
     r = tl.arange(0, 16)
