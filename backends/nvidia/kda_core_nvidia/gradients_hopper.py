@@ -31,10 +31,11 @@ from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
 from kda_core_nvidia import gradients_tiles as tiles
 from kda_core_nvidia import hopper
-from kda_core_nvidia.backward_states_hopper import place_of, rows_of
+from kda_core_nvidia.backward_hopper import rows_of
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
 from kda_core_nvidia.hopper_tiles import exp2
+from kda_core_nvidia.recurrence_stores_hopper import place_of
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
@@ -311,10 +312,7 @@ def gradients_hopper(
     kind = gl.arange(0, 256, layout=LANES) // 32
     r_lane = gl.arange(0, 256, layout=LANES) % 32
     p_beta = beta + (row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r_lane * s_bt)
-    if TAILS:
-        b_beta = gl.load(p_beta, mask=r_lane < count, other=0.0).to(gl.float32)
-    else:
-        b_beta = gl.load(p_beta).to(gl.float32)
+    b_beta = (gl.load(p_beta, mask=r_lane < count, other=0.0) if TAILS else gl.load(p_beta)).to(gl.float32)
     slope = gl.full([256], 1.0, gl.float32, LANES)
     if BETA_SIGMOID:
         # s(x)·s(−x) and not s·(1 − s), which loses every digit for large logits.

@@ -150,9 +150,7 @@ def _gradients(
         k_rows = k_places.index(place)
         g_rows = g_places.index(place)
 
-        rate = 1.0
-        if A_log is not None:
-            rate = rate_of(a)
+        rate = 1.0 if A_log is None else rate_of(a)
         bias = gl.expand_dims(raw_bias.to(gl.float32), 1)
         b_beta = raw_beta.to(gl.float32)
         # A number a thread, a kind of number two warps.

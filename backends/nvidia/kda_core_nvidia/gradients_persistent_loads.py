@@ -105,9 +105,7 @@ def load_and_store(
         block = block_of(far_pairs, first_block, first + n * step, blocks, K, FAR)
         pair, i_h, channel = parts_of(block, HV, K)
         row, _, place, _ = place_of(table, pair, C)
-        of_states = block // (K // 128)
-        if table is not None:
-            of_states = place * HV + i_h
+        of_states = block // (K // 128) if table is None else place * HV + i_h
         for half in gl.static_range(V // 128):
             mbarrier.wait(values_free, ((n * (V // 128) + half) & 1) ^ 1)
             mbarrier.expect(values_ready, (3 * C * 128 + 2 * 128 * 128) * 2)
@@ -160,18 +158,14 @@ def load_numbers(given, table, pair, i_h, channel, HV, K: gl.constexpr, C: gl.co
     beta, A_log, dt_bias, D, norms, s_bt, s_bh = given
     c = channel + gl.arange(0, 128, layout=BY_CHANNEL)
     r = gl.arange(0, 256, layout=LANES) % 64
-    a = 0.0
-    if A_log is not None:
-        a = gl.load(A_log + i_h)
+    a = 0.0 if A_log is None else gl.load(A_log + i_h)
     bias = gl.full([128], 0.0, gl.float32, BY_CHANNEL)
     if dt_bias is not None:
         bias = gl.load(dt_bias + i_h * K + c)
     nq = gl.full([256], 0.0, gl.float32, LANES)
     nk = nq
     row, slot, _, count = place_of(table, pair, C)
-    inside, other = None, None
-    if table is not None:
-        inside, other = r < count, 0.0
+    inside, other = (None, None) if table is None else (r < count, 0.0)
     decay = gl.load(D + wide(slot * HV + i_h, K) + c, eviction_policy=EVICTION)
     second_decay = gl.load(D + wide(slot * HV + i_h + HV, K) + c, eviction_policy=EVICTION)
     p_beta = beta + wide(row + r, s_bt) + wide(i_h, s_bh)

@@ -8,7 +8,7 @@ barrier for each. Here one more warp loads, a few chunks ahead. The products of 
 columns, which takes the unit as long as 32), then the new state and P r; while they run, the previous chunk's output is
 stored. Where 256 key channels leave the multiplying warps no registers for that, others store it (STORERS), and also
 where a backward is to have more: z = X r and the states at the starts of pairs of chunks, of the same sums as
-``backward_states_hopper`` has.
+``backward_hopper`` has.
 
 Where checkpoints lie within chunks (LACKS), the last chunk of every piece between two of them has so many rows fewer.
 Pieces have slots as packed sequences have. The kernel counts rows as if all these chunks were whole, so that chunk i
@@ -183,10 +183,7 @@ def _multiply(
         if checkpoints is not None and i == (column + 1) * every:
             _keep(S, column, checkpoints, K, BV, KP)
             column += 1
-        if WIDE:
-            part, rest = halves(S, BV, KP)
-        else:
-            part = S
+        part, rest = halves(S, BV, KP) if WIDE else (S, None)
         rounded = part.to(dtype)
         left = gl.convert_layout(rounded, L_LEFT)
         rows = (out * o_scale).to(dtype)

@@ -53,22 +53,15 @@ def chunk_buffers(
 @gluon.jit
 def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexpr):
     """Twice the first pair of sequence ``i_n``, whose first slot is ``slot0``: the same unless slots may be ODD."""
-    place = slot0
-    if ODD:
-        if cu_seqlens is None:
-            place = i_n.to(gl.int64) * (NT + NT % 2)
-        else:
-            place = (row0 // (2 * C) + i_n) * 2
-    return place
+    if not ODD:
+        return slot0
+    return i_n.to(gl.int64) * (NT + NT % 2) if cu_seqlens is None else (row0 // (2 * C) + i_n) * 2
 
 
 @gluon.jit
 def piece_end(piece, length, every, C: gl.constexpr, LACKS: gl.constexpr):
     """Where a piece of ``every`` chunks ends, whose last one lacks some rows; LACKS = 0: where the sequence ends."""
-    end = length
-    if LACKS > 0:
-        end = gl.minimum(length, (piece + 1).to(gl.int64) * every * C - LACKS).to(gl.int32)
-    return end
+    return gl.minimum(length, (piece + 1).to(gl.int64) * every * C - LACKS).to(gl.int32) if LACKS > 0 else length
 
 
 @gluon.jit

@@ -116,9 +116,7 @@ def _step(
     # The chunk before, while y is rounded. At first its rows are zero, and the block is any finite one.
     behind = gl.where(j > 0, before, stage)
     sums = wgmma(left_rows, row_buffer.index(behind), sums, is_async=True)
-    gone = gl.to_tensor(False)
-    if CHECK:
-        gone = _vanished(X)
+    gone = _vanished(X) if CHECK else gl.to_tensor(False)
     X = X * d_buffer.index(stage).load(X.type.layout)
     y, left = wgmma_wait(1, deps=(y, left))
     if squares is None:
