@@ -81,7 +81,7 @@ def _load(given, buffers, HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, B
         mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, (KEYS + C * C + C * BV) * 2 + KP * 4, pred=whole)
         mbarrier.expect(bar, (KEYS + C * C) * 2 + KP * 4, pred=whole == 0)
-        # What the first products take comes first.
+        # Operands of the first products come first.
         if pairs is None:
             copy_block(single, [slot * (3 * C), 0], bar, keys.index(stage))
         else:
