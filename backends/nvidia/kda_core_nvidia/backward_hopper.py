@@ -143,9 +143,8 @@ def _store(
 
 @gluon.jit
 def _states(
-    S, p_v, s_vt, length, ready, full, empty, buffers, s_buffer, z_buffer, minus_eye,
-    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr,
+    S, p_v, s_vt, length, ready, full, empty, buffers, s_buffer, z_buffer, minus_eye, L_ROWS: gl.constexpr,
+    BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply for states."""
     ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer = buffers
@@ -216,9 +215,8 @@ def _states(
 
 @gluon.jit
 def _reverse(
-    S, p_do, s_ot, length, o_scale, ready, full, empty, buffers, s_buffer, v_buffer,
-    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr,
+    S, p_do, s_ot, length, o_scale, ready, full, empty, buffers, s_buffer, v_buffer, L_ROWS: gl.constexpr,
+    BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply for reverse; answers the gradient of the initial state, times LIFT as S is."""
     pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer = buffers
@@ -286,10 +284,9 @@ def _reverse(
 @gluon.jit
 def _sequence(
     program, rows, pairs, single, square, decays, x, state, z, states, dv, grad_initial_state, cu_seqlens, s_xb, s_xt,
-    s_xh, T, T_row, NT, o_scale,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
-    BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
+    s_xh, T, T_row, NT, o_scale, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    LIFT: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     """A block of value channels of a head of a sequence, of states or of reverse.
 

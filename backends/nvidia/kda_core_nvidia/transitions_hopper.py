@@ -254,6 +254,7 @@ def _segment(
     L_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, V, 16])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
 
+    # kA, and others ke; for reverse ke with qg, others kA, and P.
     keys, others, squares, row_buffer, d_buffer = chunk_buffers(
         single.dtype, C if P is None else 2 * C, C, KP, V, STAGES
     )
@@ -269,9 +270,7 @@ def _segment(
     X = gl.where(o_r[:, None] == o_k[None, :], 1.0, 0.0)
     sums = gl.full([BR, V], 0.0, gl.float32, L_SUMS)
     X, sums, gone = gl.warp_specialize([
-        (_multiply, (
-            X, sums, n, length, ready, free, stop, buffers, C, V, STAGES, UNROLL, TAILS,
-        )),
+        (_multiply, (X, sums, n, length, ready, free, stop, buffers, C, V, STAGES, UNROLL, TAILS)),
         (_load, (
             pairs, single, P, decays, rows, row0, i_h * s_rows, slot0, i_h, n, ready, free, stop, buffers, HV, C, KP, V,
             STAGES,
