@@ -1,6 +1,17 @@
-"""The recurrences of the backward for Hopper, written in Gluon: the kernel, and its second half, which computes the
-equations of ``backward_reverse``. ``backward_states_hopper`` has the first half. The second is its mirror image: it
-stores the gradient of the state at the end of every chunk, or with EVERY_SECOND of every pair of chunks.
+"""The recurrences of the backward for Hopper, written in Gluon: the equations of ``backward_states`` and of
+``backward_reverse``, with warps that load and that store beside those that multiply.
+
+As in ``recurrence_hopper`` the loading warp runs a few chunks ahead. Every chunk's state leaves the chip, which is more
+than what is loaded. The warps that multiply only put it into shared memory, while the chunk's first products run, with
+the rows of the chunk before it; from there others copy it, whole rows at a time. (Copies through descriptors would need
+a fence of the warps that multiply, which waits for all that they have under way.)
+
+Reverse is the mirror image of the states' recurrence: it goes from the last chunk to the first, and stores the gradient
+of the state at the end of every chunk.
+
+With EVERY_SECOND only every second state is stored: the one at the start of a pair of chunks, and the gradient at its
+end. States and z are numbered by pairs then, as slots of 2 C rows, [pairs, HV, ..]. Where numbers of chunks may be ODD,
+a sequence's last pair may have one chunk.
 
 They take calls whose value channels fill whole blocks of BV (V = VP) and whose rows of v, or of the output's gradient,
 are 16-byte aligned; other calls take the plain kernels.
@@ -8,82 +19,207 @@ are 16-byte aligned; other calls take the plain kernels.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kda_core_nvidia.backward_states_hopper import begin_loads, load_state, rows_of, states_of_sequence
 from kda_core_nvidia.hopper import block_barrier, copy_block, fence_async_shared, mbarrier, wgmma, wgmma_wait
 from kda_core_nvidia.recurrence_hopper import store_state
-from kda_core_nvidia.recurrence_stores_hopper import chunk_buffers, halves, place_of, store_state_block
-from kda_core_nvidia.transitions_hopper import pair_of_barriers
+from kda_core_nvidia.recurrence_stores_hopper import (
+    chunk_buffers,
+    halves,
+    pair_of_barriers,
+    place_of,
+    store_state_block,
+)
 
 
 @gluon.jit
-def _load_for_reverse(
-    gradients, pairs, single, P, decays, row0, column, slot0, i_h, length, ready, free,
-    pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
-    HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: gl.constexpr):
+    """(first slot, length, offset of the first row, first row of a contiguous [B · T] axis) of sequence ``i_n``."""
+    i_n = i_n.to(gl.int64)
+    if cu_seqlens is None:
+        slot0 = i_n * NT
+        length = T
+        first = i_n * s_b + i_n * T_row * s_t
+        bos = i_n * T
+    else:
+        bos = gl.load(cu_seqlens + i_n).to(gl.int64)
+        slot0 = bos // C + i_n
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - bos).to(gl.int32)
+        first = bos * s_t
+    return slot0, length, first, bos
+
+
+@gluon.jit
+def _load_state(
+    state, i_nh, i_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr, V_FIRST: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads for reverse, last chunk first."""
-    begin_loads()
+    """Transposed block [BV, KP] of a dense state [N, HV, K, V] (or [N, HV, V, K]), in float32."""
+    o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LAYOUT))
+    o_k = gl.arange(0, KP, layout=gl.SliceLayout(0, LAYOUT))
+    at = state + i_nh.to(gl.int64) * (K * V)
+    at = at + (o_v[:, None] * K + o_k[None, :] if V_FIRST else o_k[None, :] * V + o_v[:, None])
+    return gl.load(at, mask=(o_v >= 0)[:, None] & (o_k < K)[None, :], other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _load(given, buffers, HV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr):
+    """The warp that loads: for states, or where ``pairs`` are given for reverse, last chunk first."""
+    rows, pairs, single, square, decays, row0, column, slot0, i_h, length, ready, free = given
+    keys, ka_buffer, square_buffer, row_buffer, d_buffer = buffers
+    KEYS: gl.constexpr = (keys.shape[1] + C) * KP
+    # Only when the kernel ahead has ended may the one behind begin, which reads what was written before that, too.
+    gdc_wait()
+    gdc_launch_dependents()
     n = (length + C - 1) // C
     for j in range(n):
-        i = n - 1 - j
+        i = j if pairs is None else n - 1 - j
         stage = j % STAGES
         slot = ((slot0 + i) * HV + i_h).to(gl.int32)
         whole = length >= (i + 1) * C
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, (3 * C * KP + C * C + C * BV) * 2 + KP * 4, pred=whole)
-        mbarrier.expect(bar, (3 * C * KP + C * C) * 2 + KP * 4, pred=whole == 0)
-        copy_block(single, [slot * (3 * C) + 2 * C, 0], bar, a_buffer.index(stage))
+        mbarrier.expect(bar, (KEYS + C * C + C * BV) * 2 + KP * 4, pred=whole)
+        mbarrier.expect(bar, (KEYS + C * C) * 2 + KP * 4, pred=whole == 0)
+        # Operands of the first products come first.
+        if pairs is None:
+            copy_block(single, [slot * (3 * C), 0], bar, keys.index(stage))
+        else:
+            copy_block(single, [slot * (3 * C) + 2 * C, 0], bar, ka_buffer.index(stage))
         copy_block(decays, [slot, 0], bar, d_buffer.index(stage))
-        copy_block(gradients, [row0 + i * C, column], bar, o_buffer.index(stage), pred=whole)
-        copy_block(P, [slot * C, 0], bar, p_buffer.index(stage))
-        copy_block(pairs, [slot * (3 * C), 0], bar, pair_buffer.index(stage))
+        copy_block(rows, [row0 + i * C, column], bar, row_buffer.index(stage), pred=whole)
+        if pairs is None:
+            copy_block(single, [slot * (3 * C) + 2 * C, 0], bar, ka_buffer.index(stage))
+        copy_block(square, [slot * C, 0], bar, square_buffer.index(stage))
+        if pairs is not None:
+            copy_block(pairs, [slot * (3 * C), 0], bar, keys.index(stage))
 
 
 @gluon.jit
-def _store_for_reverse(
-    state_grads, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer,
+def _store(
+    states, z, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, out_buffer,
     HV: gl.constexpr, V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
-    """The warps that store for reverse: the gradient of the state at the end of chunk i, dv of i + 1."""
+    """The warps that store: the state at the start of chunk i, and z of chunk i - 1. Reverse, where ``z`` is None: the
+    gradient of the state at the end of chunk i, and dv of chunk i + 1.
+
+    Args:
+        place0: the first slot, or twice the first pair.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
     rows_of_chunk = gl.to_tensor(C).to(gl.int64)
     n = (length + C - 1) // C
     for j in range(n + (n > 0).to(gl.int32)):
-        i = n - 1 - j
+        i = j if z is not None else n - 1 - j
         out = j % OUT
         place = (place0 + i) * HV + i_h
         mbarrier.wait(full.index(out), (j // OUT) & 1)
+        # The warps that hand over a chunk have done with what was loaded for the one before.
         mbarrier.arrive(free.index((j + STAGES - 1) % STAGES), count=1, pred=j > 0)
+        before = (place - HV) * C
         if EVERY_SECOND:
             place = (place0 + i) // 2 * HV + i_h
-        # The end of a pair, or with ODD the sequence's.
-        ends = i % 2 == 1
-        if ODD:
-            ends = gl.minimum(i | 1, n - 1) == i
-        if (j < n) & (ends | (not EVERY_SECOND)):
-            store_state_block(state_grads + (place * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
+            before = ((place0 + i - 1) // 2 * HV + i_h) * (2 * C) + (i - 1) % 2 * C
+        # At the start of a pair; in reverse at its end, or with ODD at the sequence's.
+        stores = i % 2 == (1 if z is None else 0)
+        if ODD and z is None:
+            stores = gl.minimum(i | 1, n - 1) == i
+        if (j < n) & (stores | (not EVERY_SECOND)):
+            store_state_block(states + (place * V + i_v * BV) * KP, s_buffer.index(out), BV, KP, STORERS)
         if j > 0:
-            at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
-            mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
-            gl.store(at, v_buffer.index(out).load(LAYOUT), mask=mask)
+            if z is not None:
+                at = z + before * V + i_v * BV + (row[:, None] * V + column[None, :])
+                gl.store(at, out_buffer.index(out).load(LAYOUT))
+            else:
+                at = p_dv + rows_of_chunk * (i + 1) * (HV * V) + (row[:, None] * (HV * V) + column[None, :])
+                mask = (row < length - (i + 1) * C)[:, None] & (column >= 0)[None, :]
+                gl.store(at, out_buffer.index(out).load(LAYOUT), mask=mask)
         block_barrier()
         mbarrier.arrive(empty.index(out), count=1)
 
 
 @gluon.jit
+def _states(
+    S, p_v, s_vt, length, ready, full, empty, buffers, s_buffer, z_buffer, minus_eye, L_ROWS: gl.constexpr,
+    BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The warps that multiply for states."""
+    ke_buffer, ka_buffer, x_buffer, v_buffer, d_buffer = buffers
+    num_warps: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = p_v.dtype.element_ty
+    L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
+    L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
+    WIDE: gl.constexpr = KP > 128
+    PART: gl.constexpr = KP // 2 if WIDE else KP
+    L_LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PART, 16]), 2)
+    o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
+    every_v = (gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS)) >= 0)[None, :]
+    rows_of_chunk = gl.to_tensor(C).to(gl.int64)
+    n = (length + C - 1) // C
+    # Accumulators of products that start from nothing are given those of the previous chunk, which are not read:
+    # registers set to zero here would make the compiler wait for every product in flight.
+    r = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
+    scaled = gl.full([BV, C], 0.0, gl.float32, L_SMALL)
+    for i in range(n):
+        stage = i % STAGES
+        out = i % OUT
+        part, rest = halves(S, BV, KP) if WIDE else (S, None)
+        rounded = part.to(dtype)
+        left = gl.convert_layout(rounded, L_LEFT)
+        rows = scaled.to(dtype)
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        if length < (i + 1) * C:
+            # The last rows of a sequence: what follows them is another's, and not to be read.
+            m_v = (o_r < length - i * C)[:, None] & every_v
+            v_buffer.index(stage).store(gl.load(p_v + (rows_of_chunk * i) * s_vt, mask=m_v, other=0.0))
+            fence_async_shared()
+            block_barrier()
+        if not WIDE:
+            S = S * d_buffer.index(stage).load(L_STATE)
+        v_block = v_buffer.index(stage).permute((1, 0))
+        ke = ke_buffer.index(stage)
+        r = wgmma(v_block, minus_eye, r, use_acc=False, is_async=True)
+        r = wgmma(left, ke.slice(0, PART, dim=1).permute((1, 0)), r, is_async=True)
+        # Meanwhile this chunk's state and the previous chunk's z are handed to the warps that store.
+        mbarrier.wait(empty.index(out), ((i // OUT) & 1) ^ 1)
+        s_buffer.index(out).slice(0, PART, dim=1).store(rounded)
+        z_buffer.index(out).permute((1, 0)).store(rows)
+        if WIDE:
+            # All of the state as an operand, beside the state itself, would be more than the registers hold.
+            r, left = wgmma_wait(0, deps=(r, left))
+            rounded = rest.to(dtype)
+            left = gl.convert_layout(rounded, L_LEFT)
+            S = S * d_buffer.index(stage).load(L_STATE)
+            r = wgmma(left, ke.slice(PART, PART, dim=1).permute((1, 0)), r, is_async=True)
+            s_buffer.index(out).slice(PART, PART, dim=1).store(rounded)
+        block_barrier()
+        mbarrier.arrive(full.index(out), count=1)
+        r, left = wgmma_wait(0, deps=(r, left))
+        residual = gl.convert_layout((-r * (1 / LIFT)).to(dtype), L_LEFT)
+        S = wgmma(residual, ka_buffer.index(stage), S, is_async=True)
+        x_block = x_buffer.index(stage).permute((1, 0))
+        scaled = wgmma(residual, x_block, scaled, use_acc=False, is_async=True)
+        S, residual = wgmma_wait(1, deps=(S, residual))
+        scaled, residual = wgmma_wait(0, deps=(scaled, residual))
+    if n > 0:
+        out = n % OUT
+        mbarrier.wait(empty.index(out), ((n // OUT) & 1) ^ 1)
+        z_buffer.index(out).permute((1, 0)).store(scaled.to(dtype))
+        block_barrier()
+        mbarrier.arrive(full.index(out), count=1)
+    return S, n
+
+
+@gluon.jit
 def _reverse(
-    S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
-    s_buffer, v_buffer,
-    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr,
-    OUT: gl.constexpr,
+    S, p_do, s_ot, length, o_scale, ready, full, empty, buffers, s_buffer, v_buffer, L_ROWS: gl.constexpr,
+    BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply for reverse; answers the gradient of the initial state, times LIFT as S is."""
+    pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer = buffers
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p_do.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
@@ -100,10 +236,7 @@ def _reverse(
         i = n - 1 - j
         stage = j % STAGES
         out = j % OUT
-        if WIDE:
-            part, rest = halves(S, BV, KP)
-        else:
-            part = S
+        part, rest = halves(S, BV, KP) if WIDE else (S, None)
         rounded = (part * (1 / LIFT)).to(dtype)
         left = gl.convert_layout(rounded, L_LEFT)
         rows = (b_dv * o_scale).to(dtype)
@@ -149,15 +282,23 @@ def _reverse(
 
 
 @gluon.jit
-def _reverse_of_sequence(
-    program, gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens,
-    s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, LIFT: gl.constexpr, KP: gl.constexpr,
-    BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr,
-    EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
+def _sequence(
+    program, rows, pairs, single, square, decays, x, state, z, states, dv, grad_initial_state, cu_seqlens, s_xb, s_xt,
+    s_xh, T, T_row, NT, o_scale, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    LIFT: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, V_FIRST: gl.constexpr, STAGES: gl.constexpr,
+    OUT: gl.constexpr, STORERS: gl.constexpr, EVERY_SECOND: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
+    """A block of value channels of a head of a sequence, of states or of reverse.
+
+    Args:
+        rows, x: v, of which z and the states follow; or do, of which dv and the states' gradients follow.
+        pairs: None for states.
+        square: X, or P.
+        state: the initial state, or the gradient of the final one; or None.
+    """
     num_warps: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = dv.dtype.element_ty
+    REVERSE: gl.constexpr = pairs is not None
+    dtype: gl.constexpr = x.dtype.element_ty
     L_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, KP, 16])
     L_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [num_warps, 1], [1, 0])
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
@@ -167,41 +308,65 @@ def _reverse_of_sequence(
     i_v = program % NV
     i_nh = program // NV
     i_h = i_nh % HV
-    slot0, length, first, row0 = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_ob, s_ot, C)
+    slot0, length, first, row0 = rows_of(i_nh // HV, cu_seqlens, T, T_row, NT, s_xb, s_xt, C)
     place0 = place_of(slot0, i_nh // HV, cu_seqlens, row0, NT, C, ODD)
     o_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_ROWS))
     o_v = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, L_ROWS))
-    p_do = do + first + i_h.to(gl.int64) * s_oh + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
-    p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
+    p_x = x + first + i_h.to(gl.int64) * s_xh + (o_r[:, None].to(gl.int64) * s_xt + o_v[None, :])
+    if REVERSE:
+        p_dv = dv + (row0 * HV + i_h) * V + i_v * BV
     S = gl.full([BV, KP], 0.0, gl.float32, L_STATE)
-    if grad_final_state is not None:
-        # A gradient that passes through an empty sequence is not rounded by two factors.
-        into = gl.where(length == 0, 1.0, LIFT / o_scale)
-        S = load_state(grad_final_state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE) * into
+    if state is not None:
+        if REVERSE:
+            # A gradient that passes through an empty sequence is not rounded by two factors.
+            into = gl.where(length == 0, 1.0, LIFT / o_scale)
+        S = _load_state(state, i_nh, i_v, K, V, BV, KP, V_FIRST, L_STATE)
+        if REVERSE:
+            S = S * into
 
-    pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer = chunk_buffers(dtype, 2 * C, C, KP, BV, STAGES)
+    buffers = chunk_buffers(dtype, 2 * C if REVERSE else C, C, KP, BV, STAGES)
     s_buffer = gl.allocate_shared_memory(dtype, [OUT, BV, KP], STATE)
-    v_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
+    out_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
     ready, free = pair_of_barriers(STAGES)
     full, empty = pair_of_barriers(OUT)
+    if not REVERSE:
+        # −I, times LIFT: as an operand of a product, v needs no change of layout.
+        SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+        L_EYE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [num_warps, 1], [1, 0])
+        e_r = gl.arange(0, C, layout=gl.SliceLayout(1, L_EYE))
+        e_c = gl.arange(0, C, layout=gl.SliceLayout(0, L_EYE))
+        eye = gl.where(e_r[:, None] == e_c[None, :], -LIFT, 0.0).to(dtype)
+        minus_eye = gl.allocate_shared_memory(dtype, [C, C], SQUARE, eye)
     fence_async_shared()
     block_barrier()
-
-    S, _ = gl.warp_specialize([
-        (_reverse, (
-            S, p_do, s_ot, length, o_scale, ready, full, empty, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer,
-            s_buffer, v_buffer, L_ROWS, BV, C, KP, LIFT, STAGES, OUT,
-        )),
-        (_load_for_reverse, (
-            gradients, pairs, single, P, decays, row0.to(gl.int32), i_h * s_oh + i_v * BV, slot0, i_h, length, ready,
-            free, pair_buffer, a_buffer, p_buffer, o_buffer, d_buffer, HV, C, KP, BV, STAGES,
-        )),
-        (_store_for_reverse, (
-            state_grads, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, v_buffer, HV, V, C, KP, BV,
-            STAGES, OUT, STORERS, EVERY_SECOND, ODD,
-        )),
-    ], [1, STORERS], [40, 40])  # fmt: skip
-    if grad_initial_state is not None:
+    loads = (
+        rows, pairs, single, square, decays, row0.to(gl.int32), i_h * s_xh + i_v * BV, slot0, i_h, length, ready, free
+    )  # fmt: skip
+    if REVERSE:
+        S, _ = gl.warp_specialize([
+            (_reverse, (
+                S, p_x, s_xt, length, o_scale, ready, full, empty, buffers, s_buffer, out_buffer, L_ROWS, BV, C, KP,
+                LIFT, STAGES, OUT,
+            )),
+            (_load, (loads, buffers, HV, C, KP, BV, STAGES)),
+            (_store, (
+                states, None, p_dv, place0, i_h, i_v, length, free, full, empty, s_buffer, out_buffer, HV, V, C, KP, BV,
+                STAGES, OUT, STORERS, EVERY_SECOND, ODD,
+            )),
+        ], [1, STORERS], [40, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_states, (
+                S, p_x, s_xt, length, ready, full, empty, buffers, s_buffer, out_buffer, minus_eye, L_ROWS, BV, C, KP,
+                LIFT, STAGES, OUT,
+            )),
+            (_load, (loads, buffers, HV, C, KP, BV, STAGES)),
+            (_store, (
+                states, z, None, place0, i_h, i_v, length, free, full, empty, s_buffer, out_buffer, HV, V, C, KP, BV,
+                STAGES, OUT, STORERS, EVERY_SECOND, ODD,
+            )),
+        ], [1, STORERS], [40, 40])  # fmt: skip
+    if REVERSE and grad_initial_state is not None:
         p_state = grad_initial_state + i_nh.to(gl.int64) * (K * V)
         S = S * gl.where(length == 0, 1.0, o_scale * (1 / LIFT))
         if V_FIRST:
@@ -232,21 +397,22 @@ def recurrences_hopper(
         # The kernel ahead may have copied them.
         gdc_wait()
     reverse = (
-        gradients, pairs, single, P, decays, do, grad_final_state, dv, state_grads, grad_initial_state, cu_seqlens,
-        s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
+        gradients, pairs, single, P, decays, do, grad_final_state, None, state_grads, dv, grad_initial_state,
+        cu_seqlens, s_ob, s_ot, s_oh, T, T_row, NT, o_scale,
     )  # fmt: skip
     if programs is None:
-        _reverse_of_sequence(
+        _sequence(
             gl.program_id(0), *reverse, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE, STORERS,
             EVERY_SECOND, ODD,
         )  # fmt: skip
     elif gl.program_id(0) < programs:
-        states_of_sequence(
-            gl.program_id(0), values, v, single, X, decays, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh,
-            T, T_row, NT, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES, OUT, STORERS, EVERY_SECOND, ODD,
+        _sequence(
+            gl.program_id(0), values, None, single, X, decays, v, initial_state, z, states, None, None, cu_seqlens,
+            s_vb, s_vt, s_vh, T, T_row, NT, o_scale, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES, OUT, STORERS,
+            EVERY_SECOND, ODD,
         )  # fmt: skip
     else:
-        _reverse_of_sequence(
+        _sequence(
             gl.program_id(0) - programs, *reverse, HV, K, V, C, LIFT, KP, BV, V_FIRST, STAGES_REVERSE, OUT_REVERSE,
             STORERS, EVERY_SECOND, ODD,
         )  # fmt: skip

@@ -31,10 +31,11 @@ from kda_core.triton_lib.gate import gate_rate, sigmoid
 from kda_core.triton_lib.packing import rows_of_slot
 from kda_core_nvidia import gradients_tiles as tiles
 from kda_core_nvidia import hopper
-from kda_core_nvidia.backward_states_hopper import place_of, rows_of
+from kda_core_nvidia.backward_hopper import rows_of
 from kda_core_nvidia.gradients_decays import far_gradients, near_gradients, take
 from kda_core_nvidia.gradients_persistent_tiles import WARPS as PAIR_WARPS
 from kda_core_nvidia.hopper_tiles import exp2
+from kda_core_nvidia.recurrence_stores_hopper import place_of
 
 _NUMBERS = ["scale", "o_scale", "lower_bound", "tokens", "T", "N", "chunks", "HV", "HO", "group"]
 
@@ -49,10 +50,8 @@ def _store_gradients(
     q_rows, k_rows, numbers, own_products, dg_far, g_again, g_bar = blocks
     dbeta, dA_partial, dbias_partial = sums_out
     results, result_blocks, result_rows = outputs
-    dq, dk, dg = results
     dq_block, dk_block, dg_block = result_blocks
-    dq_rows, dk_rows, dg_rows = result_rows
-    count, tail, row, i_h, i_k, of_state, HV, heads_qk, heads_g, norms, bias, a, lower_bound = call
+    count, tail, row, i_h, i_k, of_state, HV, heads, norms, bias, a, lower_bound = call
     BLOCKS: gl.constexpr = K // 128
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [tiles.WARPS, 1], [1, 0])
     channel = i_k * 128
@@ -131,13 +130,11 @@ def _store_gradients(
     hopper.block_barrier()
     if tail:
         if TAILS:
-            tiles.store_rows(dq_rows, heads_qk * K, dq_block, count, BY_ROWS)
-            tiles.store_rows(dk_rows, heads_qk * K, dk_block, count, BY_ROWS)
-            tiles.store_rows(dg_rows, heads_g * K, dg_block, count, BY_ROWS)
+            for i in gl.static_range(3):
+                tiles.store_rows(result_rows[i], heads[i] * K, result_blocks[i], count, BY_ROWS)
     else:
-        hopper.store_block(dq, [row, i_h * K + channel], dq_block)
-        hopper.store_block(dk, [row, i_h * K + channel], dk_block)
-        hopper.store_block(dg, [row, i_h * K + channel], dg_block)
+        for i in gl.static_range(3):
+            hopper.store_block(results[i], [row, i_h * K + channel], result_blocks[i])
         hopper.tma.store_wait(0)
 
 
@@ -315,10 +312,7 @@ def gradients_hopper(
     kind = gl.arange(0, 256, layout=LANES) // 32
     r_lane = gl.arange(0, 256, layout=LANES) % 32
     p_beta = beta + (row.to(gl.int64) * s_bt + i_h.to(gl.int64) * s_bh + r_lane * s_bt)
-    if TAILS:
-        b_beta = gl.load(p_beta, mask=r_lane < count, other=0.0).to(gl.float32)
-    else:
-        b_beta = gl.load(p_beta).to(gl.float32)
+    b_beta = (gl.load(p_beta, mask=r_lane < count, other=0.0) if TAILS else gl.load(p_beta)).to(gl.float32)
     slope = gl.full([256], 1.0, gl.float32, LANES)
     if BETA_SIGMOID:
         # s(x)·s(−x) and not s·(1 − s), which loses every digit for large logits.
@@ -374,13 +368,12 @@ def gradients_hopper(
                 near = (gl.min(tiles.least_halves(low, 2), axis=0) <= tiles.FAR_HALF) == 0
         for i in gl.static_range(8):
             hopper.mbarrier.wait(value_bars[i], half)
-        if TAILS:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-            if tail:
-                for i in gl.static_range(2):
-                    tiles.clear_rows(o_0.index(i), count, BY_HALF_ROWS)
-                    tiles.clear_rows(o_1.index(i), count, BY_HALF_ROWS)
-                hopper.fence_async_shared()
-                hopper.block_barrier()
+        if TAILS and tail:
+            for i in gl.static_range(2):
+                tiles.clear_rows(o_0.index(i), count, BY_HALF_ROWS)
+                tiles.clear_rows(o_1.index(i), count, BY_HALF_ROWS)
+            hopper.fence_async_shared()
+            hopper.block_barrier()
         if half == 0:
             m = gl.full([64, 32], 0.0, gl.float32, tiles.PAIRS)
             rows = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
@@ -414,18 +407,16 @@ def gradients_hopper(
         if LAST and initial_state is not None:
             sums = gl.where(length <= C, own_sums, sums)
         m, rows, dkc = hopper.wgmma_wait(0, deps=(m, rows, dkc))
-    s_0._keep_alive()
-    s_1._keep_alive()
-    ds_0._keep_alive()
-    ds_1._keep_alive()
+    read = (s_0, s_1, ds_0, ds_1)
+    for i in gl.static_range(4):
+        read[i]._keep_alive()
     hopper.block_barrier()
     if WIDE_G and GATE != "none":
         hopper.mbarrier.expect(g_bar, C * 128 * 4)
         hopper.copy_block(g, [row, i_h * s_gh + channel], g_bar, g_again)
-    if initial_state is not None and not LAST:  # noqa: SIM102
-        if length <= C:
-            # A sequence of one chunk reads the caller's states, not their 16-bit copies.
-            sums = decay * tiles.sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
+    if initial_state is not None and not LAST and length <= C:
+        # A sequence of one chunk reads the caller's states, not their 16-bit copies.
+        sums = decay * tiles.sum_of_ends(initial_state, grad_final_state, i_n * HV + i_h, channel, K, V, V_FIRST)
 
     # The place of do, dv and z is free.
     pr = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, tiles.PAIRS)), 1)
@@ -438,17 +429,16 @@ def gradients_hopper(
     numbers.store(number)
     hopper.mbarrier.wait(k_bar, 0)
     hopper.mbarrier.wait(q_bar, 0)
-    if TAILS:  # noqa: SIM102
-        if tail:
-            tiles.clear_rows(q_rows, count, BY_ROWS)
-            tiles.clear_rows(k_rows, count, BY_ROWS)
+    if TAILS and tail:
+        tiles.clear_rows(q_rows, count, BY_ROWS)
+        tiles.clear_rows(k_rows, count, BY_ROWS)
     hopper.block_barrier()
 
     dq_part, dk_part = tiles.halves_of(rows, 64, tiles.M32)
     blocks = (q_rows, k_rows, numbers, own_products, dg_far, g_again, g_bar)
     sums_out = (dbeta, dA_partial, dbias_partial)
     outputs = ((dq, dk, dg), (dq_block, dk_block, dg_block), (dq_rows, dk_rows, dg_rows))
-    call = (count, tail, row, i_h, i_k, of_state, HV, heads_qk, heads_g, norms, bias, a, lower_bound)
+    call = (count, tail, row, i_h, i_k, of_state, HV, (heads_qk, heads_qk, heads_g), norms, bias, a, lower_bound)
     # Each form stores its results itself: code behind a jump over much other code arrives late.
     if BOUNDED or near:
         nearby = near_gradients(
@@ -469,12 +459,9 @@ def gradients_hopper(
         _store_gradients(levelled, sums, blocks, sums_out, outputs, call, True, K, GATE, TAILS, WIDE_G, LAST)
     # The compiler gives away memory after its last use, but bulk copies still read blocks, and warps still wait at
     # barriers that others have passed.
-    qk_rows._keep_alive()
-    g_rows._keep_alive()
-    o_0._keep_alive()
-    o_1._keep_alive()
-    z_0._keep_alive()
-    z_1._keep_alive()
+    kept = (qk_rows, g_rows, o_0, o_1, z_0, z_1)
+    for i in gl.static_range(6):
+        kept[i]._keep_alive()
     if GROUPED or not BOUNDED:
         s_0._keep_alive()
         s_1._keep_alive()

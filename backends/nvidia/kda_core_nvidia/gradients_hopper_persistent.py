@@ -91,14 +91,16 @@ def _factors_of_tiles(ys):
 
 @gluon.jit
 def _gradients(
-    beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-    far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks, values_ready,
-    values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds, pairs, numbers,
-    own_products, least_of_warps,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    given, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows, far_pairs, far_count, first_block,
+    exchange, scale, o_scale, lower_bound, HV, blocks, bars, places, values, pairs, numbers, own_products,
+    least_of_warps, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BOUNDED: gl.constexpr,
     FAR: gl.constexpr, BETA_SIGMOID: gl.constexpr, BETA_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply."""
+    """The warps that multiply; ``given``: of ``load_numbers``."""
+    values_ready, values_free, rows_ready, rows_done = bars
+    q_places, k_places, g_places = places
+    z_0, z_1, o_0, o_1, s, ds = values
+    _, A_log, _, _, norms, _, _ = given
     dtype: gl.constexpr = q_places.dtype
     HALVES: gl.constexpr = z_0.layout
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, 16], dtype)
@@ -136,10 +138,9 @@ def _gradients(
     # A program without pairs loads, too.
     block = gl.where(first < blocks, loads.block_of(far_pairs, first_block, first, blocks, K, FAR), 0)
     pair, i_h, _ = loads.parts_of(block, HV, K)
-    a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
-        beta, A_log, dt_bias, D, norms, table, pair, i_h, loads.first_channel(block, K), HV, s_bt, s_bh, K, C, EVICTION
-    )
+    raw = loads.load_numbers(given, table, pair, i_h, loads.first_channel(block, K), HV, K, C, EVICTION)
     for n in range((blocks - first + step - 1) // step):
+        a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = raw
         row, _, _, count = loads.place_of(table, pair, C)
         there = count if TAILS else None
         place = n & 1
@@ -149,9 +150,7 @@ def _gradients(
         k_rows = k_places.index(place)
         g_rows = g_places.index(place)
 
-        rate = 1.0
-        if A_log is not None:
-            rate = rate_of(a)
+        rate = 1.0 if A_log is None else rate_of(a)
         bias = gl.expand_dims(raw_bias.to(gl.float32), 1)
         b_beta = raw_beta.to(gl.float32)
         # A number a thread, a kind of number two warps.
@@ -178,23 +177,21 @@ def _gradients(
         all_pairs = seen_as(pairs, dtype, [1, 512, 16], NARROW).index(here)
         # Later, in the place of the pairs.
         sums_by_warp = seen_as(pairs, gl.float32, [2, tiles.WARPS, 256], PLAIN).index(here)
-        if TAILS:  # noqa: SIM102
-            if count < C:
-                behind = count - C // 2
-                clear_rows(q_rows.slice(C // 2, C // 2), behind, BY_ROWS)
-                clear_rows(k_rows.slice(C // 2, C // 2), behind, BY_ROWS)
-                clear_rows(g_rows.slice(C // 2, C // 2), behind, BY_ROWS)
-                clear_rows(z_0.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                clear_rows(z_1.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                for i in gl.static_range(2):
-                    clear_rows(o_0.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                    clear_rows(o_1.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
-                fence_async_shared()
-                block_barrier()
-        if table is not None and not (TAILS or tiles.EARLY) and BOUNDED:  # noqa: SIM102
+        if TAILS and count < C:
+            behind = count - C // 2
+            clear_rows(q_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+            clear_rows(k_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+            clear_rows(g_rows.slice(C // 2, C // 2), behind, BY_ROWS)
+            clear_rows(z_0.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+            clear_rows(z_1.slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+            for i in gl.static_range(2):
+                clear_rows(o_0.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+                clear_rows(o_1.index(i).slice(C // 2, C // 2), behind, BY_HALF_ROWS)
+            fence_async_shared()
+            block_barrier()
+        if table is not None and not (TAILS or tiles.EARLY) and BOUNDED and count < C:
             # Never taken. Without a branch here later versions of triton spill 600 bytes.
-            if count < C:
-                block_barrier()
+            block_barrier()
         m = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
         rows = gl.full([128, 128], 0.0, gl.float32, tiles.M128)
         columns = gl.full([128, 64], 0.0, gl.float32, tiles.M64)
@@ -288,9 +285,7 @@ def _gradients(
         following = gl.where(i < blocks, loads.block_of(far_pairs, first_block, i, blocks, K, FAR), block)
         next_pair, next_h, next_channel = loads.parts_of(following, HV, K)
         if tiles.EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
-            )
+            raw = loads.load_numbers(given, table, next_pair, next_h, next_channel, HV, K, C, EVICTION)
         if BLOCKS > 1:
             # The other program needs them behind its gate.
             block_barrier()
@@ -340,22 +335,19 @@ def _gradients(
             dq = new_q
             dk = new_k
         if not tiles.EARLY:
-            a, raw_bias, decay, second_decay, raw_beta, raw_nq, raw_nk = loads.load_numbers(
-                beta, A_log, dt_bias, D, norms, table, next_pair, next_h, next_channel, HV, s_bt, s_bh, K, C, EVICTION
-            )
+            raw = loads.load_numbers(given, table, next_pair, next_h, next_channel, HV, K, C, EVICTION)
         block_barrier()
         tiles.store_tiles(q_rows, dq)
         tiles.store_tiles(k_rows, dk)
         tiles.store_tiles(g_rows, dg)
         fence_async_shared()
         block_barrier()
-        if TAILS:  # noqa: SIM102
-            if count < C:
-                out = (row.to(gl.int64) * HV + i_h) * K + loads.first_channel(block, K)
-                store_rows(dq_rows + out, HV * K, q_rows, count, BY_ROWS, 64)
-                store_rows(dk_rows + out, HV * K, k_rows, count, BY_ROWS, 64)
-                store_rows(dg_rows + out, HV * K, g_rows, count, BY_ROWS, 64)
-                block_barrier()
+        if TAILS and count < C:
+            out = (row.to(gl.int64) * HV + i_h) * K + loads.first_channel(block, K)
+            store_rows(dq_rows + out, HV * K, q_rows, count, BY_ROWS, 64)
+            store_rows(dk_rows + out, HV * K, k_rows, count, BY_ROWS, 64)
+            store_rows(dg_rows + out, HV * K, g_rows, count, BY_ROWS, 64)
+            block_barrier()
         mbarrier.arrive(rows_done.index(place), count=1)
         block, pair, i_h = following, next_pair, next_h
 
@@ -422,16 +414,17 @@ def gradients_hopper_persistent(
         mbarrier.init(rows_done.index(i), count=1)
     fence_async_shared()
     block_barrier()
+    bars = (values_ready, values_free, rows_ready, rows_done)
+    places = (q_places, k_places, g_places)
+    values = (z_0, z_1, o_0, o_1, s, ds)
     gl.warp_specialize([
         (_gradients, (
-            beta, A_log, dt_bias, D, norms, dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows, dg_rows,
-            far_pairs, far_count, first_block, exchange, s_bt, s_bh, scale, o_scale, lower_bound, HV, blocks,
-            values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-            pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
+            (beta, A_log, dt_bias, D, norms, s_bt, s_bh), dbeta, dA_partial, dbias_partial, table, dq_rows, dk_rows,
+            dg_rows, far_pairs, far_count, first_block, exchange, scale, o_scale, lower_bound, HV, blocks, bars, places,
+            values, pairs, numbers, own_products, least_of_warps, K, V, C, GATE, BOUNDED, FAR, BETA_SIGMOID, BETA_SCALE,
         )),
         (loads.load_and_store, (
-            q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks, s_qh, s_kh,
-            s_gh, s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0,
-            o_1, s, ds, K, V, C, FAR, dq_rows is not None,
+            (q, k, g), do, dv, z, states, state_grads, (dq, dk, dg), table, far_pairs, first_block, HV, blocks,
+            (s_qh, s_kh, s_gh, s_oh), bars, places, values, K, V, C, FAR, dq_rows is not None,
         )),
     ], [1], [tiles.LOADER_REGISTERS])  # fmt: skip

@@ -48,9 +48,13 @@ def parts_of(block, HV, K: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(
-    q, k, g, table, block, HV, s_qh, s_kh, s_gh, bar, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr, pred
-):
+def _at(places, i):
+    """One of the two places of rows of q, k and g."""
+    return places[0].index(i), places[1].index(i), places[2].index(i)
+
+
+@gluon.jit
+def _load_rows(rows, strides, table, block, HV, bar, place, K: gl.constexpr, C: gl.constexpr, pred):
     """Begin to load a pair's rows of g, k and q."""
     if table is not None:
         # It has no entry for a pair that is not there.
@@ -58,42 +62,42 @@ def _load_rows(
     pair, i_h, channel = parts_of(block, HV, K)
     row, _, _, _ = place_of(table, pair, C)
     mbarrier.expect(bar, 3 * C * 128 * 2, pred=pred)
-    copy_block(g, [row, i_h * s_gh + channel], bar, g_rows, pred=pred)
-    copy_block(k, [row, i_h * s_kh + channel], bar, k_rows, pred=pred)
-    copy_block(q, [row, i_h * s_qh + channel], bar, q_rows, pred=pred)
+    for i in gl.static_range(2, -1, -1):
+        copy_block(rows[i], [row, i_h * strides[i] + channel], bar, place[i], pred=pred)
 
 
 @gluon.jit
-def _store_rows(
-    dq, dk, dg, table, block, HV, q_rows, k_rows, g_rows, K: gl.constexpr, C: gl.constexpr, TAILS: gl.constexpr
-):
+def _store_rows(grads, table, block, HV, place, K: gl.constexpr, C: gl.constexpr, TAILS: gl.constexpr):
     """Store a whole pair's gradients, and wait until their place is free."""
     pair, i_h, channel = parts_of(block, HV, K)
     row, _, _, count = place_of(table, pair, C)
     column = i_h * K + channel
     if not TAILS or count == C:
-        store_block(dq, [row, column], q_rows)
-        store_block(dk, [row, column], k_rows)
-        store_block(dg, [row, column], g_rows)
+        for i in gl.static_range(3):
+            store_block(grads[i], [row, column], place[i])
         tma.store_wait(0)
 
 
 @gluon.jit
 def load_and_store(
-    q, k, g, do, dv, z, states, state_grads, dq, dk, dg, table, far_pairs, first_block, HV, blocks, s_qh, s_kh, s_gh,
-    s_oh, values_ready, values_free, rows_ready, rows_done, q_places, k_places, g_places, z_0, z_1, o_0, o_1, s, ds,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr, TAILS: gl.constexpr,
+    rows, do, dv, z, states, state_grads, grads, table, far_pairs, first_block, HV, blocks, strides, bars, places,
+    values, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, FAR: gl.constexpr, TAILS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads, and that stores the gradients of rows."""
+    """The warp that loads, and that stores the gradients of rows.
+
+    Args:
+        rows, grads: descriptors of q, k and g, and of their gradients.
+        strides: from head to head, of q, k, g and do.
+    """
+    values_ready, values_free, rows_ready, rows_done = bars
+    z_0, z_1, o_0, o_1, s, ds = values
     first = gl.program_id(0)
     step = gl.num_programs(0)
     count = (blocks - first + step - 1) // step
     for i in gl.static_range(2):
         there = first + i * step < blocks
-        _load_rows(
-            q, k, g, table, block_of(far_pairs, first_block, first + i * step, blocks, K, FAR), HV, s_qh, s_kh, s_gh,
-            rows_ready.index(i), q_places.index(i), k_places.index(i), g_places.index(i), K, C, there,
-        )  # fmt: skip
+        block = block_of(far_pairs, first_block, first + i * step, blocks, K, FAR)
+        _load_rows(rows, strides, table, block, HV, rows_ready.index(i), _at(places, i), K, C, there)
     # Values are of the recurrences, the kernel ahead.
     gdc_wait()
     before = 0
@@ -101,38 +105,31 @@ def load_and_store(
         block = block_of(far_pairs, first_block, first + n * step, blocks, K, FAR)
         pair, i_h, channel = parts_of(block, HV, K)
         row, _, place, _ = place_of(table, pair, C)
-        of_states = block // (K // 128)
-        if table is not None:
-            of_states = place * HV + i_h
+        of_states = block // (K // 128) if table is None else place * HV + i_h
         for half in gl.static_range(V // 128):
             mbarrier.wait(values_free, ((n * (V // 128) + half) & 1) ^ 1)
             mbarrier.expect(values_ready, (3 * C * 128 + 2 * 128 * 128) * 2)
             copy_block(z, [of_states * C, 128 * half], values_ready, z_0)
             copy_block(z, [of_states * C, 128 * half + 64], values_ready, z_1)
-            copy_block(do, [row, i_h * s_oh + 128 * half], values_ready, o_0.index(0))
-            copy_block(do, [row, i_h * s_oh + 128 * half + 64], values_ready, o_1.index(0))
+            copy_block(do, [row, i_h * strides[3] + 128 * half], values_ready, o_0.index(0))
+            copy_block(do, [row, i_h * strides[3] + 128 * half + 64], values_ready, o_1.index(0))
             copy_block(states, [of_states * V + 128 * half, channel], values_ready, s)
             copy_block(dv, [row, i_h * V + 128 * half], values_ready, o_0.index(1))
             copy_block(dv, [row, i_h * V + 128 * half + 64], values_ready, o_1.index(1))
             copy_block(state_grads, [of_states * V + 128 * half, channel], values_ready, ds)
         if n > 0:
             place = (n - 1) & 1
-            q_rows, k_rows, g_rows = q_places.index(place), k_places.index(place), g_places.index(place)
+            at = _at(places, place)
             mbarrier.wait(rows_done.index(place), ((n - 1) >> 1) & 1)
-            _store_rows(dq, dk, dg, table, before, HV, q_rows, k_rows, g_rows, K, C, TAILS)
+            _store_rows(grads, table, before, HV, at, K, C, TAILS)
             following = first + (n + 1) * step
-            _load_rows(
-                q, k, g, table, block_of(far_pairs, first_block, following, blocks, K, FAR), HV, s_qh, s_kh, s_gh,
-                rows_ready.index(place), q_rows, k_rows, g_rows, K, C, following < blocks,
-            )  # fmt: skip
+            new = block_of(far_pairs, first_block, following, blocks, K, FAR)
+            _load_rows(rows, strides, table, new, HV, rows_ready.index(place), at, K, C, following < blocks)
         before = block
     if count > 0:
         place = (count - 1) & 1
         mbarrier.wait(rows_done.index(place), ((count - 1) >> 1) & 1)
-        _store_rows(
-            dq, dk, dg, table, before, HV, q_places.index(place), k_places.index(place), g_places.index(place), K, C,
-            TAILS,
-        )  # fmt: skip
+        _store_rows(grads, table, before, HV, _at(places, place), K, C, TAILS)
 
 
 @gluon.jit
@@ -149,31 +146,26 @@ def wide(a, b):
 
 
 @gluon.jit
-def load_numbers(
-    beta, A_log, dt_bias, D, norms, table, pair, i_h, channel, HV, s_bt, s_bh,
-    K: gl.constexpr, C: gl.constexpr, EVICTION: gl.constexpr,
-):  # fmt: skip
+def load_numbers(given, table, pair, i_h, channel, HV, K: gl.constexpr, C: gl.constexpr, EVICTION: gl.constexpr):
     """Begin to load a pair's numbers for channels and rows: A_log, dt_bias, decays of its slots, beta, norms.
 
     As they are in memory; zeros stand for those that do not exist. A thread has one row.
 
     Args:
+        given: beta, A_log, dt_bias, D, norms, and beta's strides by token and head.
         EVICTION: policy of the loads of those that one program reads, once.
     """
+    beta, A_log, dt_bias, D, norms, s_bt, s_bh = given
     c = channel + gl.arange(0, 128, layout=BY_CHANNEL)
     r = gl.arange(0, 256, layout=LANES) % 64
-    a = 0.0
-    if A_log is not None:
-        a = gl.load(A_log + i_h)
+    a = 0.0 if A_log is None else gl.load(A_log + i_h)
     bias = gl.full([128], 0.0, gl.float32, BY_CHANNEL)
     if dt_bias is not None:
         bias = gl.load(dt_bias + i_h * K + c)
     nq = gl.full([256], 0.0, gl.float32, LANES)
     nk = nq
     row, slot, _, count = place_of(table, pair, C)
-    inside, other = None, None
-    if table is not None:
-        inside, other = r < count, 0.0
+    inside, other = (None, None) if table is None else (r < count, 0.0)
     decay = gl.load(D + wide(slot * HV + i_h, K) + c, eviction_policy=EVICTION)
     second_decay = gl.load(D + wide(slot * HV + i_h + HV, K) + c, eviction_policy=EVICTION)
     p_beta = beta + wide(row + r, s_bt) + wide(i_h, s_bh)

@@ -69,10 +69,7 @@ def near_gradients_of_pair(
         k_rise = rise[t] * -tiles.numbers_of(numbers, 2, t)
         qr = left_parts(q_tile * q_rise)
         kr = left_parts(k_tile * k_rise)
-        if t == tiles.TILES - 1:
-            dkc = tiles.add_rows(dkc, qr, kr, pairs, 1.0, t)
-        else:
-            dkc = tiles.add_rows(dkc, qr, kr, pairs, between[t], t)
+        dkc = tiles.add_rows(dkc, qr, kr, pairs, 1.0 if t == tiles.TILES - 1 else between[t], t)
         fall = reciprocal(rise[t]) if zero is None else reciprocal_anew(rise[t], zero)
         dq_t, dk_t, p, sum_q, sum_k, sum_b = tiles.own_gradients(
             dq[t] * q_rise, dk[t] * k_rise, dkc[t] * fall, q_tile, k_tile, numbers, own_products, t
@@ -148,10 +145,7 @@ def far_gradients_of_pair(
             tiles.rows_of(k_rows, r) * exp2(selected_sums(y, s > t, (1.0, 0.0), zero)) * tiles.numbers_of(numbers, 0, r)
         )
         left_kb = left_kb + (left_parts(kb),)
-        if r < 2:
-            x = dkc_rows[r].permute((1, 0)).load(tiles.TILE)
-        else:
-            x = dkc[r - 2]
+        x = dkc_rows[r].permute((1, 0)).load(tiles.TILE) if r < 2 else dkc[r - 2]
         ends = gl.sum(kb * x, axis=1)
         for c in gl.static_range(r + 1, tiles.TILES):
             passing = passing[:c] + (passing[c] + ends,) + passing[c + 1 :]
@@ -185,10 +179,7 @@ def far_gradients_of_pair(
     sums_b = ()
     for c in gl.static_range(tiles.TILES - 1, -1, -1):
         y = tiles.log2_decays_of(g_rows, bias, rate, lower_bound, count, c, GATE, False)
-        if c < 2:
-            z = dkc_rows[c].permute((1, 0)).load(tiles.TILE)
-        else:
-            z = dkc[c - 2]
+        z = dkc_rows[c].permute((1, 0)).load(tiles.TILE) if c < 2 else dkc[c - 2]
         z *= exp2(selected_sums(y, s > t, (1.0, 0.0), zero))
         q_tile = tiles.rows_of(q_rows, c)
         k_tile = tiles.rows_of(k_rows, c)

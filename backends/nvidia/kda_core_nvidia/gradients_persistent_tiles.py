@@ -183,11 +183,7 @@ def merged_sums(first, second, BIT: gl.constexpr):
 @gluon.jit
 def with_sums(found, new, tile: gl.constexpr):
     """A tile's sums among those found, last tile first; two tiles' become one block."""
-    if tile % 2 == 1:
-        joined = (new,) + found
-    else:
-        joined = (merged_sums(new, found[0], 1),) + found[1:]
-    return joined
+    return (new,) + found if tile % 2 == 1 else (merged_sums(new, found[0], 1),) + found[1:]
 
 
 @gluon.jit

@@ -236,9 +236,7 @@ def own_gradients(dq, dk, dkc, q_rows, k_rows, numbers, own_products, columns, t
     own = q_scale * gl.expand_dims(own_products.slice(80 * tile, 16).load(BY_ROW), 0)
     dq = dq * q_scale
     dk = dk * -numbers_of_rows(numbers, 2, tile)
-    of_column = k_beta * dkc
-    if columns is not None:
-        of_column = of_column * columns
+    of_column = k_beta * dkc if columns is None else k_beta * dkc * columns
     summands = left_parts(q * dq + k * (dk - of_column))
     # The diagonal of M has no decay.
     dq += k * (own * k_beta)
@@ -281,15 +279,10 @@ def diagonals(squares):
 @gluon.jit
 def expect_values(bars, C: gl.constexpr):
     """Make barriers wait for 128 value channels, in two blocks: z, do and dv, states, gradients of states."""
-    z0_bar, z1_bar, o0_bar, o1_bar, s0_bar, s1_bar, ds0_bar, ds1_bar = bars
-    mbarrier.expect(z0_bar, C * 64 * 2)
-    mbarrier.expect(z1_bar, C * 64 * 2)
-    mbarrier.expect(o0_bar, C * 64 * 4)
-    mbarrier.expect(o1_bar, C * 64 * 4)
-    mbarrier.expect(s0_bar, 64 * 128 * 2)
-    mbarrier.expect(s1_bar, 64 * 128 * 2)
-    mbarrier.expect(ds0_bar, 64 * 128 * 2)
-    mbarrier.expect(ds1_bar, 64 * 128 * 2)
+    for i in gl.static_range(4):
+        mbarrier.expect(bars[i], C * 64 * (2 if i < 2 else 4))
+    for i in gl.static_range(4, 8):
+        mbarrier.expect(bars[i], 64 * 128 * 2)
 
 
 @gluon.jit
@@ -323,10 +316,7 @@ def store_rows(p, stride, buffer, count, LAYOUT: gl.constexpr, ROWS: gl.constexp
     """Store the first ``count`` rows of a block [ROWS, 128]; zeros for a buffer of None."""
     o_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     o_k = gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
-    if buffer is None:
-        x = gl.full([ROWS, 128], 0.0, p.dtype.element_ty, LAYOUT)
-    else:
-        x = buffer.load(LAYOUT)
+    x = gl.full([ROWS, 128], 0.0, p.dtype.element_ty, LAYOUT) if buffer is None else buffer.load(LAYOUT)
     at = p + (o_r.to(gl.int64)[:, None] * stride + o_k[None, :])
     gl.store(at, x, mask=(o_r < count)[:, None] & (o_k >= 0)[None, :])
 

@@ -313,12 +313,11 @@ def scaled_rows(q_tile, k_tile, x_buffer, total_buffer, last_buffer, unit, near,
     else:
         k_f = b_k * gl.exp2(-x)
         k_g = k_f * column_factors(total_buffer, tile, part)
-        if near is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-            if far > 0:
-                # There k_f may be infinite or NaN. A tile's last row has the sum of all.
-                allowed = of_warps(near, square.LEFT)
-                k_g = gl.where(allowed, k_g, b_k * gl.exp2(square.by_column(gl.min(x, axis=1)) - x))
-                k_f = gl.where(allowed, k_f, 0.0)
+        if near is not None and far > 0:
+            # There k_f may be infinite or NaN. A tile's last row has the sum of all.
+            allowed = of_warps(near, square.LEFT)
+            k_g = gl.where(allowed, k_g, b_k * gl.exp2(square.by_column(gl.min(x, axis=1)) - x))
+            k_f = gl.where(allowed, k_f, 0.0)
     return b_q * e, b_k * e, k_f, k_g.to(q_tile.dtype)
 
 

@@ -57,10 +57,7 @@ def join_hopper(
     last = count - 1
     # Step t leads from the t-th state that is known to the next one. Its matrix lies at t, in reverse from the end.
     o_t = gl.arange(0, MOST, layout=FLAGS)
-    if REVERSE:
-        at_t = last - 1 - o_t
-    else:
-        at_t = o_t
+    at_t = last - 1 - o_t if REVERSE else o_t
     gone = gl.full([MOST], 1, gl.int32, FLAGS)
     for part in gl.static_range(PARTS):
         gone = gone & gl.load(forgotten + (at_t * HV + i_h) * PARTS + part, mask=o_t < last, other=1)
@@ -69,10 +66,7 @@ def join_hopper(
     if sequences is not None:
         here = gl.load(sequences + at_t, mask=o_t < last, other=-1)
         gone = gone | (here != gl.load(sequences + at_t + 1, mask=o_t < last, other=-1)).to(gl.int32)
-        if REVERSE:
-            segment, before = last - i_s, last - i_s + 1
-        else:
-            segment, before = i_s, i_s - 1
+        segment, before = (last - i_s, last - i_s + 1) if REVERSE else (i_s, i_s - 1)
         i_n = gl.load(sequences + segment)
         if i_n < 0:
             return

@@ -112,9 +112,7 @@ def finish_pair(
     hopper.fence_async_shared()
     hopper.block_barrier()
 
-    i_final = i_state
-    if final_indices is not None:
-        i_final = gl.load(final_indices + i_n * s_final).to(gl.int64)
+    i_final = i_state if final_indices is None else gl.load(final_indices + i_n * s_final).to(gl.int64)
     heads = 1 + (head1 > i_h).to(gl.int32)
     chunks = 1 + ((head1 == i_h) & (count1 > 0)).to(gl.int32)
     for i in range(heads * BLOCKS):

@@ -129,10 +129,9 @@ def prepare_hopper(
     i_state = i_n.to(gl.int64)
     if (cu_seqlens is not None) | (indices is not None):
         skip = i_n == N
-        if indices is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-            if i_n < N:
-                i_state = gl.load(indices + i_n.to(gl.int64) * s_index).to(gl.int64)
-                skip = is_padding(i_state, pad_slot_id, slots)
+        if indices is not None and i_n < N:
+            i_state = gl.load(indices + i_n.to(gl.int64) * s_index).to(gl.int64)
+            skip = is_padding(i_state, pad_slot_id, slots)
         if skip:
             store_zeros(o, i_n, i_h, row0, start, count0 + count1, s_ob, s_ot, s_oh, V, 2 * C, cu_seqlens is None)
             return

@@ -8,7 +8,7 @@ barrier for each. Here one more warp loads, a few chunks ahead. The products of 
 columns, which takes the unit as long as 32), then the new state and P r; while they run, the previous chunk's output is
 stored. Where 256 key channels leave the multiplying warps no registers for that, others store it (STORERS), and also
 where a backward is to have more: z = X r and the states at the starts of pairs of chunks, of the same sums as
-``backward_states_hopper`` has.
+``backward_hopper`` has.
 
 Where checkpoints lie within chunks (LACKS), the last chunk of every piece between two of them has so many rows fewer.
 Pieces have slots as packed sequences have. The kernel counts rows as if all these chunks were whole, so that chunk i
@@ -29,6 +29,7 @@ from kda_core_nvidia.progress_hopper import prepared
 from kda_core_nvidia.recurrence_stores_hopper import (
     chunk_buffers,
     halves,
+    pair_of_barriers,
     piece_end,
     place_of,
     store_chunks,
@@ -54,31 +55,27 @@ def _store_columns(p_state, x, first, s_v, s_k, K: gl.constexpr, BV: gl.constexp
 @gluon.jit
 def store_state(p_state, S, s_v, s_k, K: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr):
     """Store a block [BV, KP] of a state, a quarter of the columns after the other."""
-    Q: gl.constexpr = KP // 4
     first, last = halves(S, BV, KP)
-    a, b = halves(first, BV, KP // 2)
-    c, d = halves(last, BV, KP // 2)
-    _store_columns(p_state, a, gl.to_tensor(0), s_v, s_k, K, BV, Q)
-    _store_columns(p_state, b, gl.to_tensor(Q), s_v, s_k, K, BV, Q)
-    _store_columns(p_state, c, gl.to_tensor(2 * Q), s_v, s_k, K, BV, Q)
-    _store_columns(p_state, d, gl.to_tensor(3 * Q), s_v, s_k, K, BV, Q)
+    quarters = halves(first, BV, KP // 2) + halves(last, BV, KP // 2)
+    for i in gl.static_range(4):
+        _store_columns(p_state, quarters[i], gl.to_tensor(i * (KP // 4)), s_v, s_k, K, BV, KP // 4)
 
 
 @gluon.jit
 def _load(
     pairs, single, P, X, decays, values, progress, heads, value_row, value_column, first_slot, HV, i_h, length, every,
-    ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer,
-    C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, LACKS: gl.constexpr,
+    bars, buffers, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads: chunk by chunk into free stages; values only where all rows of a chunk exist."""
+    ready, free, _, _ = bars
+    pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer = buffers
     SQUARES: gl.constexpr = C * C if X is None else 2 * C * C
     if progress is None:
         gdc_wait()
     pairs_there = 0
     for i in range((length + C - 1) // C):
-        if progress is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if i // 2 >= pairs_there:
-                pairs_there = prepared(progress, i // 2, (length + 2 * C - 1) // (2 * C), heads)
+        if progress is not None and i // 2 >= pairs_there:
+            pairs_there = prepared(progress, i // 2, (length + 2 * C - 1) // (2 * C), heads)
         stage = i % STAGES
         row, end, slot = value_row, length, first_slot + i
         if LACKS > 0:
@@ -125,11 +122,9 @@ def _values(
 
 
 @gluon.jit
-def _keep(
-    S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck,
-    K: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr,
-):  # fmt: skip
+def _keep(S, column, checkpoints, K: gl.constexpr, BV: gl.constexpr, KP: gl.constexpr):
     """Store a checkpoint in the slot that the table names, if it names one."""
+    p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck = checkpoints
     slot = gl.load(p_table + column.to(gl.int64) * s_column, mask=column < columns, other=-1).to(gl.int64)
     if is_padding(slot, pad_slot_id, kept_slots) == 0:
         store_state(p_kept + slot * s_cn, S, s_cv, s_ck, K, BV, KP)
@@ -137,12 +132,9 @@ def _keep(
 
 @gluon.jit
 def _multiply(
-    p_state, given, s_iv, s_ik, K: gl.constexpr, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn,
-    s_cv, s_ck, every,
-    p_v, p_o, s_vt, s_ot, length, ready, free, full, empty,
-    pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
-    L_ROWS: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, LIFT: gl.constexpr,
-    STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, LACKS: gl.constexpr,
+    p_state, given, s_iv, s_ik, checkpoints, every, p_v, p_o, s_vt, s_ot, length, bars, buffers, out_buffers, minus_eye,
+    o_scale, L_ROWS: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, KP: gl.constexpr,
+    LIFT: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, STORERS: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply; answers the final state.
 
@@ -150,9 +142,12 @@ def _multiply(
         p_state: the initial state, or None. It is loaded here, and not before the warps part: those that load would
             wait for it.
         given: whether to start from it, not from zero.
-        p_table: slots of p_kept that take the states after every ``every`` chunks, or None.
-        x_buffer: None: neither z nor states are wanted.
+        checkpoints: of ``_keep``, for the states after every ``every`` chunks; None: none are kept.
+        buffers: without X neither z nor states are wanted.
     """
+    ready, free, full, empty = bars
+    pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer = buffers
+    o_buffer, z_buffer, s_buffer = out_buffers
     num_warps: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = p_v.dtype.element_ty
     L_SMALL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C, 16])
@@ -176,7 +171,8 @@ def _multiply(
     # Products behind the new state's.
     MORE: gl.constexpr = 1 if x_buffer is None else 2
     # Where a stage more is loaded, the next chunk's product with v begins before its state is known.
-    AHEAD: gl.constexpr = STAGES > 3 and p_table is None
+    AHEAD: gl.constexpr = STAGES > 3 and checkpoints is None
+    BEHIND: gl.constexpr = 1 if AHEAD else 0
     column = n * 0
     if AHEAD:
         v_block = _values(0, n, p_v, s_vt, length, 0, ready, v_buffer, L_ROWS, BV, C, STAGES)
@@ -184,16 +180,10 @@ def _multiply(
     for i in range(n):
         stage = i % STAGES
         before = column
-        if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if i == (column + 1) * every:
-                _keep(
-                    S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP
-                )  # fmt: skip
-                column += 1
-        if WIDE:
-            part, rest = halves(S, BV, KP)
-        else:
-            part = S
+        if checkpoints is not None and i == (column + 1) * every:
+            _keep(S, column, checkpoints, K, BV, KP)
+            column += 1
+        part, rest = halves(S, BV, KP) if WIDE else (S, None)
         rounded = part.to(dtype)
         left = gl.convert_layout(rounded, L_LEFT)
         rows = (out * o_scale).to(dtype)
@@ -241,15 +231,10 @@ def _multiply(
         if AHEAD:
             v_block = _values(i + 1, n, p_v, s_vt, length, 0, ready, v_buffer, L_ROWS, BV, C, STAGES)
             both = wgmma(v_block, minus_eye, both, use_acc=False, is_async=True)
-            S, residual = wgmma_wait(MORE + 1, deps=(S, residual))
-            out, residual = wgmma_wait(MORE, deps=(out, residual))
-            if x_buffer is not None:
-                scaled, residual = wgmma_wait(1, deps=(scaled, residual))
-        else:
-            S, residual = wgmma_wait(MORE, deps=(S, residual))
-            out, residual = wgmma_wait(MORE - 1, deps=(out, residual))
-            if x_buffer is not None:
-                scaled, residual = wgmma_wait(0, deps=(scaled, residual))
+        S, residual = wgmma_wait(BEHIND + MORE, deps=(S, residual))
+        out, residual = wgmma_wait(BEHIND + MORE - 1, deps=(out, residual))
+        if x_buffer is not None:
+            scaled, residual = wgmma_wait(BEHIND, deps=(scaled, residual))
     if AHEAD:
         both = wgmma_wait(0, deps=(both,))
     rows = (out * o_scale).to(dtype)
@@ -262,9 +247,8 @@ def _multiply(
             z_buffer.index(n % OUT).permute((1, 0)).store(scaled.to(dtype))
         block_barrier()
         mbarrier.arrive(full.index(n % OUT), count=1)
-    if p_table is not None:  # noqa: SIM102 (known when the kernel is compiled)
-        if (n == (column + 1) * every) & (length == n * C):
-            _keep(S, column, p_table, p_kept, s_column, columns, kept_slots, pad_slot_id, s_cn, s_cv, s_ck, K, BV, KP)
+    if checkpoints is not None and (n == (column + 1) * every) & (length == n * C):
+        _keep(S, column, checkpoints, K, BV, KP)
     return S, n
 
 
@@ -339,25 +323,17 @@ def _sequence(
         rows_o = p_o + (o_r[:, None].to(gl.int64) * s_ot + o_v[None, :])
         value_column = (i_h * s_vh).to(gl.int32) + i_v * BV
 
-        SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
         VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
         pair_buffer, a_buffer, p_buffer, v_buffer, d_buffer = chunk_buffers(dtype, 2 * C, C, KP, BV, STAGES)
-        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for s in gl.static_range(STAGES):
-            mbarrier.init(ready.index(s), count=1)
-            mbarrier.init(free.index(s), count=1)
+        ready, free = pair_of_barriers(STAGES)
         o_buffer, full, empty = v_buffer, free, free
         x_buffer, z_buffer, s_buffer = None, None, None
-        p_states, p_z, place0, heads, all_heads = None, None, None, None, None
+        p_states, p_z, place0, heads, all_heads, kept = None, None, None, None, None, None
         if STORERS > 0:
             o_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
-            full = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-            empty = gl.allocate_shared_memory(gl.int64, [OUT, 1], mbarrier.MBarrierLayout())
-            for s in gl.static_range(OUT):
-                mbarrier.init(full.index(s), count=1)
-                mbarrier.init(empty.index(s), count=1)
+            full, empty = pair_of_barriers(OUT)
         if states is not None:
+            SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
             x_buffer = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
             z_buffer = gl.allocate_shared_memory(dtype, [OUT, C, BV], VALUES)
             # Two chunks wait to be stored, of which one begins a pair.
@@ -381,22 +357,23 @@ def _sequence(
         fence_async_shared()
         block_barrier()
 
-        p_table, p_kept = None, None
         if checkpoints is not None:
-            p_table = checkpoints + i_n * s_row
-            p_kept = checkpoint_pool + i_h * s_ch + i_v.to(gl.int64) * BV * s_cv
+            kept = (
+                checkpoints + i_n * s_row, checkpoint_pool + i_h * s_ch + i_v.to(gl.int64) * BV * s_cv, s_column,
+                columns, checkpoint_slots, pad_slot_id, s_cn, s_cv, s_ck,
+            )  # fmt: skip
+        bars = (ready, free, full, empty)
+        buffers = (pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer)
+        out_buffers = (o_buffer, z_buffer, s_buffer)
         S = _specialized((
-            p_state, given, s_iv, s_ik, K, p_table, p_kept, s_column, columns, checkpoint_slots, pad_slot_id, s_cn,
-            s_cv, s_ck, every, p_v, rows_o, s_vt, s_ot, length, ready, free, full, empty, pair_buffer,
-            a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, o_buffer, z_buffer, s_buffer, minus_eye, o_scale,
-            L_ROWS, BV, C, KP, LIFT, STAGES, OUT, STORERS, LACKS,
+            p_state, given, s_iv, s_ik, kept, every, p_v, rows_o, s_vt, s_ot, length, bars, buffers, out_buffers,
+            minus_eye, o_scale, L_ROWS, K, BV, C, KP, LIFT, STAGES, OUT, STORERS, LACKS,
         ), (
             pairs, single, P, X, decays, values, progress, all_heads, value_row, value_column, first_slot, HV, i_h,
-            length, every, ready, free, pair_buffer, a_buffer, p_buffer, x_buffer, d_buffer, v_buffer, C, KP, BV,
-            STAGES, LACKS,
+            length, every, bars, buffers, C, KP, BV, STAGES, LACKS,
         ), (
-            p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, every, free, full, empty, o_buffer, z_buffer,
-            s_buffer, V, C, KP, BV, STAGES, OUT, STORERS, LACKS,
+            p_o + i_v * BV, p_states, p_z, place0, heads, s_ot, length, every, bars, out_buffers, V, C, KP, BV, STAGES,
+            OUT, STORERS, LACKS,
         ), STORERS)  # fmt: skip
 
         writes = i_n >= 0
@@ -409,10 +386,9 @@ def _sequence(
         if ((has_state is not None) | (final_indices is not None)) and not LAST_STATE:
             # A sequence without tokens leaves its slot alone.
             writes = writes & (length > 0)
-        if final_state is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if writes:
-                p_final = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
-                store_state(p_final, S, s_fv, s_fk, K, BV, KP)
+        if final_state is not None and writes:
+            p_final = final_state + i_state * s_fn + i_h * s_fh + i_v.to(gl.int64) * BV * s_fv
+            store_state(p_final, S, s_fv, s_fk, K, BV, KP)
         if FINISHED:
             # The next sequence's barriers lie in the same place.
             block_barrier()

@@ -26,6 +26,17 @@ def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def pair_of_barriers(COUNT: gl.constexpr):
+    """Barriers [COUNT, 1] of stages that are filled, and of those that are free."""
+    filled = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    return filled, free
+
+
+@gluon.jit
 def chunk_buffers(
     dtype: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
@@ -42,22 +53,15 @@ def chunk_buffers(
 @gluon.jit
 def place_of(slot0, i_n, cu_seqlens, row0, NT, C: gl.constexpr, ODD: gl.constexpr):
     """Twice the first pair of sequence ``i_n``, whose first slot is ``slot0``: the same unless slots may be ODD."""
-    place = slot0
-    if ODD:
-        if cu_seqlens is None:
-            place = i_n.to(gl.int64) * (NT + NT % 2)
-        else:
-            place = (row0 // (2 * C) + i_n) * 2
-    return place
+    if not ODD:
+        return slot0
+    return i_n.to(gl.int64) * (NT + NT % 2) if cu_seqlens is None else (row0 // (2 * C) + i_n) * 2
 
 
 @gluon.jit
 def piece_end(piece, length, every, C: gl.constexpr, LACKS: gl.constexpr):
     """Where a piece of ``every`` chunks ends, whose last one lacks some rows; LACKS = 0: where the sequence ends."""
-    end = length
-    if LACKS > 0:
-        end = gl.minimum(length, (piece + 1).to(gl.int64) * every * C - LACKS).to(gl.int32)
-    return end
+    return gl.minimum(length, (piece + 1).to(gl.int64) * every * C - LACKS).to(gl.int32) if LACKS > 0 else length
 
 
 @gluon.jit
@@ -86,7 +90,7 @@ def store_state_block(at, block, BV: gl.constexpr, KP: gl.constexpr, STORERS: gl
 
 @gluon.jit
 def store_chunks(
-    p_o, p_states, p_z, place0, HV, s_ot, length, every, free, full, empty, o_buffer, z_buffer, s_buffer,
+    p_o, p_states, p_z, place0, HV, s_ot, length, every, bars, out_buffers,
     V: gl.constexpr, C: gl.constexpr, KP: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr,
     STORERS: gl.constexpr, LACKS: gl.constexpr,
 ):  # fmt: skip
@@ -94,6 +98,8 @@ def store_chunks(
 
     For a backward also z of chunk i - 1, and the state at the start of chunk i where that begins a pair.
     """
+    _, free, full, empty = bars
+    o_buffer, z_buffer, s_buffer = out_buffers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [STORERS, 1], [1, 0])
     row = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
@@ -104,10 +110,9 @@ def store_chunks(
         mbarrier.wait(full.index(out), (i // OUT) & 1)
         # The warps that hand over have done with what was loaded for the chunk before.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if p_states is not None:  # noqa: SIM102 (known when the kernel is compiled)
-            if (i < n) & (i % 2 == 0):
-                place = (place0 + i) // 2 * HV
-                store_state_block(p_states + place * (V * KP), s_buffer.index(0), BV, KP, STORERS)
+        if p_states is not None and (i < n) & (i % 2 == 0):
+            place = (place0 + i) // 2 * HV
+            store_state_block(p_states + place * (V * KP), s_buffer.index(0), BV, KP, STORERS)
         if i > 0:
             first, end = rows_of_chunk * (i - 1), length
             if LACKS > 0:

@@ -72,9 +72,7 @@ def locate(cu_seqlens, N, i, BY_BLOCK: tl.constexpr):
         end = tl.load(cu_seqlens + first + o_n + 1, mask=m_n, other=0).to(tl.int64)
         length = (end - begin).to(tl.int32)
         blocks = tl.where(length > SHORT, (length + ROWS - 1) // ROWS, 0)
-        units = blocks
-        if not BY_BLOCK:
-            units = (length > SHORT).to(tl.int32)
+        units = blocks if BY_BLOCK else (length > SHORT).to(tl.int32)
         earlier = m_n & (passed + tl.cumsum(units, 0) <= i)
         count = tl.sum(earlier.to(tl.int32), 0)
         found += count
@@ -142,6 +140,14 @@ def product(a_high, a_low, b_high, b_low, start, EXACT: tl.constexpr):
         start = tl.dot(a_low, b_high, start)
         start = tl.dot(a_high, b_low, start)
     return tl.dot(a_high, b_high, start)
+
+
+@triton.jit
+def store_halves(p, x, APART: tl.constexpr):
+    """Store both halves of x, so many elements apart."""
+    high, low = two_parts(x, tl.float16)
+    tl.store(p, high)
+    tl.store(p + APART, low)
 
 
 @triton.jit

@@ -58,10 +58,9 @@ def blocks_prepare(
         start = ((i_slot % blocks) * common.ROWS).to(tl.int32)
         length = T
     else:
-        if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+        if OVERLAP and pid == 0:
             # Begun before ``recurrent`` ended: one program waits, so that no kernel behind this one finds that running.
-            if pid == 0:
-                gdc_wait()
+            gdc_wait()
         n, before = common.locate(cu_seqlens, N, i_slot, True)
         if n == N:
             return
@@ -109,14 +108,8 @@ def blocks_prepare(
     k_scale = common.power(-k_e)
 
     diagonal = tl.zeros([common.ROWS, common.ROWS], tl.float32)
-    m8 = diagonal
-    m4 = diagonal
-    m2 = diagonal
-    m1 = diagonal
-    l8 = diagonal
-    l4 = diagonal
-    l2 = diagonal
-    l1 = diagonal
+    m8, m4, m2, m1 = diagonal, diagonal, diagonal, diagonal
+    l8, l4, l2, l1 = diagonal, diagonal, diagonal, diagonal
     p_factor = factors + pid * (3 * common.ROWS + KP)
     slope = tl.full([], -LOG2_E, tl.float32) * rate
     reach = tl.where(valid, lower_bound * LOG2_E, 0.0)[:, None]
@@ -139,16 +132,10 @@ def blocks_prepare(
         total = selected_sum(through(r, r), parts, TERMS)
         tl.store(p_factor + 3 * common.ROWS + o_k[None, :] + r[:, None] * 0, total, mask=r[:, None] == common.ROWS - 1)
         decay = common.power_of(total)
-        high, low = two_parts(b_k * decay, tl.float16)
-        tl.store(p_plane, high)
-        tl.store(p_plane + 2 * common.ROWS * KP, low)
-        high, low = two_parts(b_q * decay, tl.float16)
-        tl.store(p_plane + common.ROWS * KP, high)
-        tl.store(p_plane + 3 * common.ROWS * KP, low)
+        common.store_halves(p_plane, b_k * decay, 2 * common.ROWS * KP)
+        common.store_halves(p_plane + common.ROWS * KP, b_q * decay, 2 * common.ROWS * KP)
         decay = common.power_of(selected_sum(after(r, r), parts, TERMS))
-        high, low = two_parts(b_k * decay, tl.float16)
-        tl.store(p_plane + 4 * common.ROWS * KP, high)
-        tl.store(p_plane + 5 * common.ROWS * KP, low)
+        common.store_halves(p_plane + 4 * common.ROWS * KP, b_k * decay, common.ROWS * KP)
         diagonal = tl.fma(b_q, b_k, diagonal)
         # M and L.
         if BOUNDED:
@@ -175,9 +162,7 @@ def blocks_prepare(
     p_square = squares + pid * (2 * common.ROWS * common.ROWS) + r[:, None] * common.ROWS + r[None, :]
     # Norms of 2^TOP each: |M| <= 2^(2 TOP), and |P| likewise.
     P = tl.dot(M * 2.0**-common.TOP, A, input_precision="tf32x3")
-    p_high, p_low = two_parts(P, tl.float16)
-    tl.store(p_square, p_high)
-    tl.store(p_square + common.ROWS * common.ROWS, p_low)
+    common.store_halves(p_square, P, common.ROWS * common.ROWS)
     tl.store(p_factor + r, k_factor)
     tl.store(p_factor + common.ROWS + r, common.power(a_e))
     tl.store(p_factor + 2 * common.ROWS + r, q_factor)
@@ -192,8 +177,7 @@ def blocks_prepare(
         )
         kg_high = tl.load(p_plane)
         kg_low = tl.load(p_plane + common.ROWS * KP)
-        high, low = two_parts(common.product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-common.TOP, tl.float16)
-        tl.store(p_plane, high)
-        tl.store(p_plane + common.ROWS * KP, low)
+        b_ka = common.product(a_high, a_low, kg_high, kg_low, None, True) * 2.0**-common.TOP
+        common.store_halves(p_plane, b_ka, common.ROWS * KP)
     p_total = p_factor + 3 * common.ROWS + tl.arange(0, KP)
     tl.store(p_total, decay_factor(tl.load(p_total)))

@@ -42,9 +42,7 @@ def follow(
     if initial_state is not None:
         p_state = initial_state + i_state * s_in + i_h * s_ih
         p_state += o_v[:, None].to(tl.int64) * I_V + o_k[None, :].to(tl.int64) * I_K
-        m_read = m_state
-        if p_has is not None:
-            m_read = tl.where(starts_from_state(p_has, 0, 0), m_read, False)
+        m_read = m_state if p_has is None else tl.where(starts_from_state(p_has, 0, 0), m_state, False)
         S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
     p_v = v + row * s_vn + i_h * s_vh + o_v[None, :]
     # Values are fetched a block ahead, here and below: the compiler does that only to what products take.
@@ -136,17 +134,12 @@ def blocks_recurrence(
         if indices is not None:
             i_state = tl.load(indices + i_n * s_index).to(tl.int64)
             if is_padding(i_state, pad_slot_id, slots):
-                if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+                if OVERLAP and pid == 0:
                     # One program waits, so that no kernel behind this one finds those before it still running.
-                    if pid == 0:
-                        gdc_wait()
+                    gdc_wait()
                 return
-        p_has = has_state
-        if has_state is not None:
-            p_has += i_n * s_has
-        p_final = final_indices
-        if final_indices is not None:
-            p_final += i_n * s_final
+        p_has = has_state if has_state is None else has_state + i_n * s_has
+        p_final = final_indices if final_indices is None else final_indices + i_n * s_final
         follow(
             *given, p_has, p_final, i_state, row, length, slot, i_h, i_v, *numbers, HV, K, V, KP, BV, I_K, I_V, F_K,
             F_V, STAGES, OVERLAP,
@@ -166,18 +159,13 @@ def blocks_recurrence(
                 if indices is not None:
                     i_state = tl.load(indices + i_n * s_index).to(tl.int64)
                     skip = is_padding(i_state, pad_slot_id, slots)
-                p_has = has_state
-                if has_state is not None:
-                    p_has += i_n * s_has
-                p_final = final_indices
-                if final_indices is not None:
-                    p_final += i_n * s_final
+                p_has = has_state if has_state is None else has_state + i_n * s_has
+                p_final = final_indices if final_indices is None else final_indices + i_n * s_final
                 if not skip:
                     follow(
                         *given, p_has, p_final, i_state, row, length, slot, i_h, i_v, *numbers, HV, K, V, KP, BV, I_K,
                         I_V, F_K, F_V, STAGES, OVERLAP,
                     )  # fmt: skip
-        if OVERLAP:  # noqa: SIM102 (known when the kernel is compiled)
+        if OVERLAP and pid == 0:
             # One program of those that found nothing waits, too.
-            if pid == 0:
-                gdc_wait()
+            gdc_wait()

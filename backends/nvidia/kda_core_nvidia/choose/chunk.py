@@ -330,12 +330,13 @@ MOST_PROGRAMS = 132
 def cut_on_hopper(r: Request, chip: Chip) -> bool:
     """Whether the kernels for Hopper join the segments of a call, by dtype and head dimensions."""
     rows = r.B * r.T
-    return (
-        chip.hopper
-        and r.q.dtype == torch.bfloat16
-        and r.K == r.V == 128
-        and countable((rows // CHUNK + rows // LEAST_ROWS_HOPPER + MOST_PROGRAMS) * r.HV * 3 * CHUNK)
-    )
+    return joins_on_hopper(r, chip, rows // CHUNK + rows // LEAST_ROWS_HOPPER + MOST_PROGRAMS)
+
+
+def joins_on_hopper(r: Request, chip: Chip, count: int) -> bool:
+    """The same for a call that has so many slots."""
+    ours = r.q.dtype == torch.bfloat16 and r.K == r.V == 128
+    return chip.hopper and ours and countable(count * r.HV * 3 * CHUNK)
 
 
 def _programs(r: Request) -> int:
@@ -365,12 +366,18 @@ def segment_rows(request: Request, chip: Chip) -> int:
     count = min(count, most_segments(r) if hopper else r.T // LEAST_ROWS)
     if not (cutting_pays(r, count, prefill) if hopper else count >= LEAST_SEGMENTS):
         return 0
-    if hopper:
-        # Segments of one length are a batch, and their boundaries need not be written.
-        even = [n for n in range(LEAST_SEGMENTS, count + 1) if r.T % (2 * CHUNK * n) == 0]
-        count = even[-1] if even and 2 * even[-1] > count else count
-    rows = -(-r.T // count)
-    return -(-rows // CHUNK) * CHUNK
+    return rows_of_each(r.T, count, LEAST_SEGMENTS if hopper else count + 1)
+
+
+def rows_of_each(T: int, count: int, least: int) -> int:
+    """Rows of each of about so many segments.
+
+    Segments of one length are a batch, and their boundaries need not be written: rather fewer of these, but at least
+    ``least`` and more than half.
+    """
+    even = [n for n in range(least, count + 1) if T % (2 * CHUNK * n) == 0]
+    count = even[-1] if even and 2 * even[-1] > count else count
+    return -(-T // (CHUNK * count)) * CHUNK
 
 
 def are_few(r: Request, prefill: bool = False) -> bool:

@@ -43,11 +43,7 @@ def fragment_rows(r: Request) -> int:
     count = chunk.most_segments(r) if r.B == 1 else 1
     if count < 2:
         return 0
-    if r.cu_seqlens is None:
-        even = [n for n in range(2, count + 1) if r.T % (2 * CHUNK * n) == 0]
-        count = even[-1] if even and 2 * even[-1] > count else count
-    rows = -(-r.T // count)
-    return -(-rows // CHUNK) * CHUNK
+    return chunk.rows_of_each(r.T, count, 2 if r.cu_seqlens is None else count + 1)
 
 
 def as_fragments(r: Request, rows: int) -> Request:
@@ -84,11 +80,5 @@ def cut_for(request: Request, chip: Chip) -> tuple[int, Request, chunk.BlockConf
         return rows, r, chunk.transitions_of(r, chip, chunk.cut_on_hopper(r, chip))
     rows = fragment_rows(request)
     r = as_fragments(request, rows)
-    hopper = (
-        chip.hopper
-        and r.q.dtype == torch.bfloat16
-        and r.K == r.V == 128
-        and chunk.countable(slots(r) * r.HV * 3 * CHUNK)
-        and chunk.countable(r.B * r.T)
-    )
+    hopper = chunk.joins_on_hopper(r, chip, slots(r)) and chunk.countable(r.B * r.T)
     return rows, r, chunk.transitions_of(r, chip, hopper)

@@ -17,9 +17,8 @@ from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, ROWS, TransitionsHopperConfig, most_of_several, split_scale
 from kda_core_nvidia.choose.fragments import as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
-from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
 from kda_core_nvidia.segments import first_segments_kernel, join_kernel, reverse_transitions_kernel, transitions_kernel
-from kda_core_nvidia.transitions_hopper import transitions_hopper
+from kda_core_nvidia.transitions_hopper import reverse_transitions_hopper, transitions_hopper
 
 JOIN_ROWS = 16
 """Value channels of a program of ``join_kernel``, and of ``first_segments_kernel``."""
