@@ -28,8 +28,7 @@ from kda_core.triton_lib.ahead_of_time import Job, inference
 
 KERNELS = {
     "prepare", "recurrence", "recurrences_kernel", "gradients_kernel", "finish_kernel", "recurrent", "blocks_prepare",
-    "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "transitions_kernel",
-    "reverse_transitions_kernel", "join_kernel", "chain_kernel", "segments_kernel",
+    "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "chain_kernel", "segments_kernel",
     "convolution_forward_kernel", "convolution_backward_kernel",
     "norm_forward_kernel", "norm_backward_kernel", "convolution_step_kernel", "norm_step_kernel", "commit_kernel",
     "sums_kernel",
