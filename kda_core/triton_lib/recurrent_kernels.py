@@ -142,6 +142,7 @@ def recurrent(
     IN_PLACE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
+    AHEAD: tl.constexpr,  # rows are fetched while the token before them is computed, which takes registers
     MOST: tl.constexpr,  # tokens of a packed sequence; longer ones are left to other kernels. 0: no bound
     EVICTION: tl.constexpr,  # eviction policy of the load of the states
     LEAD: tl.constexpr,  # a device function that lets the kernels that follow start before this one ends, or None
@@ -190,7 +191,8 @@ def recurrent(
     p_v = v + row * s_vn + i_h * s_vh
     p_g = g + row * s_gn + i_h * s_gh
     p_beta = beta + row * s_bn + i_h * s_bh
-    next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
+    if AHEAD:
+        next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
     rate = gate_rate(A_log, i_h)
     bias = 0.0
     if dt_bias is not None:
@@ -268,6 +270,8 @@ def recurrent(
                         d, lost = step_decay(y, lost, SIGNED)
                         S = multiplied(S, along_k(d, V_FIRST), SIGNED)
                         S = tl.fma(along_v(b_u, V_FIRST), along_k(b_k.to(tl.float32), V_FIRST), S)
+        if not AHEAD:
+            next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, True, K, V)
         b_q = next_q.to(tl.float32)
         b_k = next_k.to(tl.float32)
         b_v = next_v.to(tl.float32)
@@ -280,8 +284,9 @@ def recurrent(
             p_v += s_vt
             p_g += s_gt
             p_beta += s_bt
-            live = t + 1 < length
-            next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, live, K, V)
+            if AHEAD:
+                live = t + 1 < length
+                next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, live, K, V)
         r_q = scale
         r_k = 1.0
         if L2NORM:
@@ -363,7 +368,7 @@ def launch_recurrent(
     """Add a launch of ``recurrent``.
 
     Args:
-        named: ``token_arguments``, and ONE_TOKEN, MOST, EVICTION, LEAD and SIGNED.
+        named: ``token_arguments``, and ONE_TOKEN, AHEAD, MOST, EVICTION, LEAD and SIGNED.
         row_bytes: V first: how much of a row neighbouring lanes read at once, the rest lies in registers; 0: all.
         options: of the compiler.
     """

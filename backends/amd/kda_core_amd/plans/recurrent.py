@@ -12,7 +12,7 @@ from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core.triton_lib.recurrent_kernels import launch_recurrent, token_arguments
 from kda_core_amd.choose import COMMIT, Architecture, compile_options, config
 
-OPTIONS = {"ONE_TOKEN": False, "MOST": 0, "EVICTION": "", "LEAD": None, "SIGNED": False}
+OPTIONS = {"ONE_TOKEN": False, "AHEAD": False, "MOST": 0, "EVICTION": "", "LEAD": None, "SIGNED": False}
 """One kernel for every number of tokens, whose decays are rounded: a second product for each element of the state would
 cost a step up to a fifth of its time."""
 

@@ -96,7 +96,7 @@ def _add_short(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str,
     own = {"ONE_TOKEN": one_token, "MOST": 0 if choice.prompts is None else SHORT.value, "EVICTION": config.eviction}
     options = {"maxnreg": config.registers} if config.registers and one_token else {}
     launch_recurrent(
-        b, r, named | own | {"SIGNED": True}, config.block_v, config.num_warps, config.row_bytes,
+        b, r, named | own | {"AHEAD": True, "SIGNED": True}, config.block_v, config.num_warps, config.row_bytes,
         enable_fp_fusion=False, **options,
     )  # fmt: skip
 
