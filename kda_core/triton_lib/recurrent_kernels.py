@@ -147,6 +147,7 @@ def recurrent(
     EVICTION: tl.constexpr,  # eviction policy of the load of the states
     LEAD: tl.constexpr,  # a device function that lets the kernels that follow start before this one ends, or None
     SIGNED: tl.constexpr,  # decays below 0 stand for themselves and 1 (``factor``)
+    INDEX: tl.constexpr,  # integer type of a sequence's tokens
 ):  # fmt: skip
     if LEAD is not None:
         LEAD()
@@ -160,7 +161,7 @@ def recurrent(
     m_k = o_k < K
     m_v = o_v < V
 
-    length = tl.full([], 1, tl.int32)
+    length = tl.full([], 1, INDEX)
     if not ONE_TOKEN:
         length *= T
     row = i_n
@@ -169,7 +170,7 @@ def recurrent(
         if i_n == N:
             zero_rows(o + i_h * s_oh, s_ot, s_ov, row, row * 0 + T, i_v, BLOCKS, V, VP)
             return
-        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(INDEX)
         if MOST:  # noqa: SIM102 (known when the kernel is compiled)
             if length > MOST:
                 return
@@ -368,7 +369,7 @@ def launch_recurrent(
     """Add a launch of ``recurrent``.
 
     Args:
-        named: ``token_arguments``, and ONE_TOKEN, AHEAD, MOST, EVICTION, LEAD and SIGNED.
+        named: ``token_arguments``, and ONE_TOKEN, AHEAD, MOST, EVICTION, LEAD, SIGNED and INDEX.
         row_bytes: V first: how much of a row neighbouring lanes read at once, the rest lies in registers; 0: all.
         options: of the compiler.
     """

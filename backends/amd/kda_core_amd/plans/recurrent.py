@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 
 from kda_core.request import Request
 from kda_core.triton_lib.commit_kernels import add_first_commit
@@ -12,7 +13,9 @@ from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core.triton_lib.recurrent_kernels import launch_recurrent, token_arguments
 from kda_core_amd.choose import COMMIT, Architecture, compile_options, config
 
-OPTIONS = {"ONE_TOKEN": False, "AHEAD": False, "MOST": 0, "EVICTION": "", "LEAD": None, "SIGNED": False}
+OPTIONS = {
+    "ONE_TOKEN": False, "AHEAD": False, "MOST": 0, "EVICTION": "", "LEAD": None, "SIGNED": False, "INDEX": tl.int64,
+}  # fmt: skip
 """One kernel for every number of tokens, whose decays are rounded: a second product for each element of the state would
 cost a step up to a fifth of its time."""
 

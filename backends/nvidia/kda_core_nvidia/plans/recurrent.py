@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from kda_core.request import Request
 from kda_core.triton_lib.commit_kernels import add_first_commit
@@ -93,12 +94,14 @@ def _add_draft(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str,
 def _add_short(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
     """Add ``recurrent``. Where prompts follow, packed sequences of more than SHORT tokens are left to them."""
     config, one_token = choice.short, r.T == 1 and r.cu_seqlens is None
-    own = {"ONE_TOKEN": one_token, "MOST": 0 if choice.prompts is None else SHORT.value, "EVICTION": config.eviction}
+    own = {
+        "ONE_TOKEN": one_token, "AHEAD": True, "MOST": 0 if choice.prompts is None else SHORT.value,
+        "EVICTION": config.eviction, "SIGNED": True, "INDEX": tl.int32,
+    }  # fmt: skip
     options = {"maxnreg": config.registers} if config.registers and one_token else {}
     launch_recurrent(
-        b, r, named | own | {"AHEAD": True, "SIGNED": True}, config.block_v, config.num_warps, config.row_bytes,
-        enable_fp_fusion=False, **options,
-    )  # fmt: skip
+        b, r, named | own, config.block_v, config.num_warps, config.row_bytes, enable_fp_fusion=False, **options
+    )
 
 
 def draft_arguments(b: Builder, r: Request, config: DraftConfig) -> dict[str, Any]:
