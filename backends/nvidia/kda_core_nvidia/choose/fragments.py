@@ -20,8 +20,8 @@ MOST_CHANNELS = 128
 MOST_FRAGMENTS = 60_000
 """Fragments times heads, at most; with their segments they are the second axis of a grid, which takes 65,535."""
 
-CHAIN_COLUMNS, CHAIN_KEYS, CHAIN_WARPS = 16, 128, 8
-"""Value channels, key channels of a block and warps of a program of ``chain_kernel``."""
+CHAIN_COLUMNS, CHAIN_WARPS = 16, 8
+"""Value channels and warps of a program of ``chain_kernel``."""
 
 
 def rejected(r: Request) -> str | None:

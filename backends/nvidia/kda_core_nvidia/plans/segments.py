@@ -17,14 +17,14 @@ from kda_core.triton_lib.segments import one_token_axis, segments_each, write_bo
 from kda_core_nvidia.backward_reverse import recurrences_kernel
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, ROWS, TransitionsHopperConfig, most_of_several, split_scale
-from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_KEYS, CHAIN_WARPS, as_fragments
+from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS, MOST_CHANNELS, as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
 from kda_core_nvidia.reverse_transitions_hopper import reverse_transitions_hopper
-from kda_core_nvidia.segments import first_segments_kernel
+from kda_core_nvidia.segments import first_segments_kernel, join_kernel
 from kda_core_nvidia.transitions_hopper import transitions_hopper
 
-FIRST_ROWS = 16
-"""Value channels of a program of ``first_segments_kernel``."""
+JOIN_ROWS = 16
+"""Value channels of a program of ``join_kernel``, and of ``first_segments_kernel``."""
 
 Choice = ForwardChoice | BackwardChoice
 
@@ -62,9 +62,9 @@ def cut_several(
 
 def add_first_segments(b: Builder, call: Request, rows: int, grad_starts: View, grad_state: View) -> None:
     """Gradients of the states at the starts of sequences from those of ``cut_several``'s segments."""
-    named = names(call) | {"grad_starts": grad_starts, "grad_initial_state": grad_state, "rows": rows, "BV": FIRST_ROWS}
+    named = names(call) | {"grad_starts": grad_starts, "grad_initial_state": grad_state, "rows": rows, "BV": JOIN_ROWS}
     named["per"] = segments_each(call, rows)
-    b.pick(first_segments_kernel, (call.V // FIRST_ROWS, call.N * call.HV), 4, named)
+    b.pick(first_segments_kernel, (call.V // JOIN_ROWS, call.N * call.HV), 4, named)
 
 
 KEPT = "kept"
@@ -97,7 +97,7 @@ def chain_segments(
         named = {"matrices": matrices, "additions": additions, **strides}
     else:
         named = in_rows(r, matrices, additions if reverse else None)
-    named |= {"BV": CHAIN_COLUMNS, "BK": min(CHAIN_KEYS, padded(K)), "IN_TURN": False, "STAGES": 1}
+    named |= {"BV": CHAIN_COLUMNS, "BK": padded(K), "IN_TURN": False, "STAGES": 1}
     named["DOT"] = JOIN_PRECISION
     add_chain(b, r, count, choice.segment_rows, named, CHAIN_WARPS, reverse=reverse, **tensors)
 
@@ -198,7 +198,7 @@ class Segments:
             self._add_join(self.add_transitions(), self.call.initial_state, states)
         else:
             self.transitions = self.add_plain()
-            self._add_chain(given=self.call.initial_state, states=states)
+            self._join_plain(self.call.initial_state, states)
         return states
 
     def add_ends(self) -> View:
@@ -208,12 +208,22 @@ class Segments:
         if self.hopper:
             self._add_join(self.add_reverse_transitions(), self.call.grad_final_state, states, reverse=True)
         else:
-            self._add_chain(reverse=True, given=self.call.grad_final_state, states=states)
+            self._join_plain(self.call.grad_final_state, states, reverse=True)
             self.b.free(*self.transitions)
         return states
 
-    def _add_chain(self, **arguments: Any) -> None:
-        chain_segments(self.b, self.call, self.r.N, self.choice, *self.transitions, **arguments)
+    def _join_plain(self, given: View | None, states: View, reverse: bool = False) -> None:
+        r, call, (transitions, additions) = self.r, self.call, self.transitions
+        if r.K <= MOST_CHANNELS:
+            chain_segments(
+                self.b, call, r.N, self.choice, transitions, additions, reverse, given=given, states=states
+            )  # fmt: skip
+            return
+        named = names(call) | {
+            "given": given, "transitions": transitions, "additions": additions if reverse else None, "states": states,
+            "count": r.N, "REVERSE": reverse, "BV": JOIN_ROWS, "BK": 32, "PRECISION": JOIN_PRECISION,
+        }  # fmt: skip
+        self.b.pick(join_kernel, (named["VP"] // JOIN_ROWS, r.HV), 4, named)
 
     def _add_join(self, named: dict[str, Any], given: View | None, states: View, reverse: bool = False) -> None:
         r, call, config = self.r, self.call, self.config
