@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kda_core.request import CommitRequest, Request
 from kda_core.triton_lib.arguments import state_strides
-from kda_core.triton_lib.factor import decayed
+from kda_core.triton_lib.factor import multiplied
 from kda_core.triton_lib.layout import padded
 from kda_core.triton_lib.packing import is_padding
 from kda_core.triton_lib.plan import Builder, Plan, input_layouts
@@ -135,10 +135,7 @@ def commit_kernel(
         b_k = row_in(b_k, V_FIRST)
         b_d = row_in(b_d, V_FIRST)
         b_u = value_in(b_u, V_FIRST)
-        if SIGNED:
-            S = decayed(S, b_d)
-        else:
-            S = S * b_d
+        S = multiplied(S, b_d, SIGNED)
         S = tl.fma(b_u, b_k, S)
     tl.store(p_state, S.to(pool.dtype.element_ty), mask=m_state)
 

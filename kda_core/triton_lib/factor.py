@@ -36,6 +36,34 @@ def decay_minus_one(y):
 
 
 @triton.jit
+def step_decay(y, lost, SIGNED: tl.constexpr):
+    """The decay of a step as ``multiplied`` takes it, y <= 0 its log2, and what rounding took from it.
+
+    Without SIGNED it is 2^y rounded, and ``lost`` was taken from the decays before it: the error of a slow channel goes
+    into the next step's decay, so that a constant one does not drift, and a state is multiplied once. 1 + expm1 has the
+    digits that 2^y lost, and the rounded sum less 1 is exact down to 1/2. A faster channel keeps nothing for long.
+    """
+    if SIGNED:
+        d = decay_factor(y)
+    else:
+        exact = decay_minus_one(y) + lost
+        slow = exact + 1.0
+        d = tl.where(y < -1.0, tl.exp2(y), slow)
+        lost = tl.where(y < -1.0, 0.0, exact - (slow - 1.0))
+    return d, lost
+
+
+@triton.jit
+def multiplied(x, d, SIGNED: tl.constexpr):
+    """x times a decay, of ``decay_factor`` if SIGNED."""
+    if SIGNED:
+        x = decayed(x, d)
+    else:
+        x = x * d
+    return x
+
+
+@triton.jit
 def decay_factor(y):
     """The factor that ``decayed`` takes, y <= 0 the log2 decay: 2^y − 1 down to y = −1, and below it 2^y.
 

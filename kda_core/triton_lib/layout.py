@@ -47,9 +47,14 @@ CHUNK = 32
 """Rows of the internal chunk, C."""
 
 
+def power_of_two(size: int) -> int:
+    """The least power of two that holds ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
 def padded(size: int) -> int:
     """The power of two, at least 16 (the least that matrix units take), that holds ``size`` channels."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 def slots(request: Request, rows: int = CHUNK) -> int:

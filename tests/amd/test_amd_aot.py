@@ -39,7 +39,7 @@ CASE = "bf16 K 64 bounded"
 CHUNK = (
     "prepare", "recurrence", "recurrent", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel",
 )  # fmt: skip
-SEGMENTS = ("states_kernel, transitions", "reverse_kernel, additions", "join_kernel")
+SEGMENTS = ("states_kernel, transitions", "reverse_kernel, additions", "chain_kernel, given")
 LAYER = ("convolution_forward_kernel", "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel")
 STEP = ("convolution_step_kernel", "norm_step_kernel")
 HALVES = ("segments_kernel", "chain_kernel")

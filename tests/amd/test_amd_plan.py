@@ -83,14 +83,16 @@ def test_a_long_sequence_is_cut():
     state = torch.empty(1, 1, 64, 64, device="meta")
     r = backward(B=1, T=65536, H=1, initial_state=state, grad_final_state=state)
     plan = plan_of(r, CHIP)
-    joined = ("states_kernel", "join_kernel", "reverse_kernel", "join_kernel")
+    joined = ("states_kernel", "reverse_kernel", "chain_kernel", "chain_kernel")
     recurrences = ("states_kernel", "reverse_kernel", "gradients_kernel")
     assert plan.kernels == ("segments_kernel", "prepare", *joined, *recurrences)
     assert plan.launches[0].arguments["rows"] == 2048
-    own, states = (x.arguments["initial_state"] for x in plan.launches if x.name == "states_kernel")
-    assert (own.source, states.source) == ("initial_state", "states at starts")
+    none, states = (x.arguments["initial_state"] for x in plan.launches if x.name == "states_kernel")
+    assert (none, states.source) == (None, "states at starts")
+    given = [x.arguments["given"].source for x in plan.launches if x.name == "chain_kernel"]
+    assert given == ["initial_state", "grad_final_state"]
     assert plan.buffers["dinitial_state"].shape == (1, 1, 64, 64)
-    assert "join_kernel" not in plan_of(r, CHIP, rows=0).kernels
+    assert "chain_kernel" not in plan_of(r, CHIP, rows=0).kernels
 
 
 def test_sums_of_parameters_gradients():

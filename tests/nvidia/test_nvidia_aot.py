@@ -28,9 +28,8 @@ from kda_core.triton_lib.ahead_of_time import Job, inference
 
 KERNELS = {
     "prepare", "recurrence", "recurrences_kernel", "gradients_kernel", "finish_kernel", "recurrent", "blocks_prepare",
-    "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "transitions_kernel",
-    "reverse_transitions_kernel", "join_kernel", "chain_kernel", "segments_kernel",
-    "convolution_forward_kernel", "convolution_backward_kernel",
+    "blocks_recurrence", "gate_forward_kernel", "gate_backward_kernel", "join_kernel", "chain_kernel",
+    "segments_kernel", "convolution_forward_kernel", "convolution_backward_kernel",
     "norm_forward_kernel", "norm_backward_kernel", "convolution_step_kernel", "norm_step_kernel", "commit_kernel",
     "sums_kernel",
 }  # fmt: skip
@@ -266,7 +265,7 @@ def test_what_is_nearest_to_its_limit(arch: int, name: str):
 
 def test_one_kernel_compiles():
     """Registers and stack are read from the machine code."""
-    (launch,) = TOOL.shipped("80", "finish_kernel bf16", quick=True)
+    (launch,) = TOOL.shipped("80", "finish_kernel bf16 K 128", quick=True)
     found = TOOL.compiled(launch)
     assert 16 < found.registers < 255
     assert found.problems(launch) == []

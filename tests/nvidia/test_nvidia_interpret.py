@@ -164,29 +164,30 @@ def intermediate_states(found):
         found.true(f"h every {size}", torch.equal(h[:, 64 // size], kda_core.chunk_kda(**cut, **run)[1]))
 
 
-def launch_chain(matrices, parts, additions, bounds, rows, reverse, **tensors):
+def launch_chain(matrices, parts, additions, bounds, rows, reverse, block, **tensors):
     """``chain_kernel`` on matrices [S, HV, K, K], as float32 or as two parts, and additions [S, HV, K, V]."""
-    from kda_core_nvidia.segments import chain_kernel
+    from kda_core.triton_lib.chain_kernels import chain_kernel
 
     HV, K, V = additions.shape[1:]
-    strides = {"s_m": K * K, "s_mi": 1, "s_mo": K, "s_part": 0, "s_a": K * V, "s_ak": V, "s_av": 1}
+    strides = {"S_M": K * K, "M_IN": 1, "M_OUT": K, "PART": 0, "S_A": K * V, "A_K": V, "A_V": 1}
     if parts:
         first = matrices.bfloat16()
         matrices = torch.stack([first, (matrices - first.float()).bfloat16()], 2)
-        strides |= {"s_m": 2 * K * K, "s_part": K * K}
+        strides |= {"S_M": 2 * K * K, "PART": K * K}
     edges = ("given", "places", "starts", "sources", "results", "sends", "whole", "states", "ends", "summary", "sums")
     numbers = dict.fromkeys(("sequences", "count_starts", "s_gn", "s_gh", "s_gk", "s_gv", "s_wk"), 0)
-    named = dict.fromkeys(edges) | numbers | {"s_sk": V} | tensors | strides
+    ends = dict(zip(("s_en", "s_eh", "s_ek", "s_ev"), (HV * K * V, K * V, V, 1), strict=True))
+    named = dict.fromkeys(edges) | numbers | {"s_sk": V} | ends | tensors | strides
     F, columns = len(bounds) - 1, V if named["summary"] is None else K + V
-    chain_kernel[columns // 16, HV, F](
-        matrices, additions, cu_seqlens=bounds, rows=rows, per=1, HV=HV, K=K, V=V, KP=K, BV=16, V_FIRST=False,
-        REVERSE=reverse, PRECISION="ieee", STAGES=1, **named,
+    chain_kernel[(columns // 16 * F * HV,)](
+        matrices, additions, cu_seqlens=bounds, rows=rows, per=1, HV=HV, programs=F * HV, K=K, V=V, KP=K, BV=16,
+        BK=block, REVERSE=reverse, IN_TURN=block < K, DOT="ieee", STAGES=1, **named,
     )  # fmt: skip
 
 
 def chains(found):
     """Fragments of several segments, of one and of none: products of matrices, and states from one to the next."""
-    HV, K, V, rows = 2, 16, 32, 10
+    HV, K, V, rows = 2, 32, 32, 10
     bounds = torch.tensor([0, 25, 25, 30, 70])
     first = [int(b) // rows + n for n, b in enumerate(bounds[:-1])]
     count = [-(-int(length) // rows) for length in bounds.diff()]
@@ -197,7 +198,8 @@ def chains(found):
     for parts, reverse in ((False, False), (False, True), (True, False), (True, True)):
         summary, sums = torch.empty(4, HV, K, K + V), torch.empty(4, HV, K, V)
         states, ends = torch.empty(11, HV, V, K), torch.empty(4, HV, K, V)
-        run = partial(launch_chain, matrices, parts, additions, bounds, rows, reverse)
+        # Also with a state in blocks of key channels.
+        run = partial(launch_chain, matrices, parts, additions, bounds, rows, reverse, 16 if reverse else K)
         run(summary=summary)
         run(sums=sums)
         run(starts=given, states=states, ends=ends)

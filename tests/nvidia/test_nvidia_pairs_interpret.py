@@ -80,8 +80,9 @@ def stored(name: str, every_second: bool) -> dict[str, torch.Tensor]:
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     strides = (T * HV * K, HV * K, K)
     recurrences_kernel[(2 * N * HV,)](
-        v, do, keys, X, P, D, initial, final, z, states, state_grads, dv, grad, cu_seqlens, *strides, *strides,
-        T, 0, NT, 0.5, N * HV, HV, K, K, C, 1.0, K, K, K, False, False, "ieee", 1, every_second, num_warps=1,
+        v, do, keys, X, P, D, initial, final, z, states, state_grads, dv, grad, None, None, cu_seqlens,
+        *strides, *strides, T, 0, NT, 0.5, N * HV, HV, K, K, C, 1.0, K, K, K, False, False, "ieee", 1, every_second,
+        num_warps=1,
     )  # fmt: skip
     return {"z": z, "states": states, "state_grads": state_grads, "dv": dv, "grad": grad}
 

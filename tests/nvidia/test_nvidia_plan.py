@@ -155,7 +155,7 @@ def test_a_pool_is_advanced_in_place():
 
 
 @pytest.mark.parametrize(("K", "kernels"), [
-    (64, ("prepare", "transitions_kernel", "join_kernel", "recurrence")),
+    (64, ("prepare", "recurrences_kernel", "chain_kernel", "recurrence")),
     (128, ("prepare_hopper", "transitions_hopper", "join_hopper", "recurrence_hopper")),
 ])  # fmt: skip
 def test_a_long_sequence_is_cut_into_segments(K: int, kernels: tuple[str, ...]):

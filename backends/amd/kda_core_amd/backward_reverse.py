@@ -12,59 +12,44 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib.packing import rows_of_sequence
-from kda_core_amd.recurrence import load_state, reverse_step, store_state
+from kda_core.triton_lib.state_blocks import load_state, store_state
+from kda_core_amd.recurrence import reverse_step
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "rows", "HV", "programs", "s_ob", "s_vb"])
+@triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_ob", "s_vb"])
 def reverse_kernel(
     keys,  # [slots, HV, 3, C, KP]
     P,  # [slots, HV, C, C]
     D,  # [slots, HV, KP]
-    do,  # [B, T, HV, V]; with additions, without EVERY [1, T, HV, V]
-    grad_final_state,  # [N, HV, K, V] (or [..., V, K]) or None; with additions the call's own
+    do,  # [B, T, HV, V]
+    grad_final_state,  # [N, HV, K, V] (or [..., V, K]) or None
     dv,  # [B, T, HV, V]; with additions None, as state_grads
     state_grads,  # [slots, HV, VP, KP]
     grad_initial_state,  # as grad_final_state
-    additions,  # [segments - 1, HV, VP, KP]: of each segment but the first; with EVERY of all; or None
-    cu_seqlens,  # [N + 1], with EVERY boundaries of the segments; or None
+    additions,  # [N, HV, VP, KP] of sequences that are segments; or None
+    cu_seqlens,  # [N + 1] or None
     T, chunks,  # chunks of a dense sequence
-    rows,  # of a segment; the last one may have fewer
-    HV, programs,  # N · HV; (segments - 1) · HV; with EVERY segments · HV
+    HV, programs,  # N · HV
     s_ob, s_ot, s_oh, s_vb, s_vt, s_vh, s_fn, s_fh, s_fk, s_fv, s_in, s_ih, s_ik, s_iv,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
-    STAGES: tl.constexpr, DOT: tl.constexpr, EVERY: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    CUT: tl.constexpr = additions is not None and not EVERY
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV
-    if CUT:
-        i_n += 1
     i_h = pid % programs % HV
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     o_r = tl.arange(0, C)
     m_v = o_v < V
     p_state = grad_final_state
-    if additions is None:
-        i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
-        if grad_final_state is not None:
-            p_state += i_n * s_fn + i_h * s_fh
-        dS = load_state(p_state, o_v, m_v, s_fk, s_fv, K, KP, BV, BK)
-    else:
-        if grad_final_state is not None:
-            p_state += i_h * s_fh
-        dS = load_state(p_state, o_v, o_v < tl.where(i_n == programs // HV, V, 0), s_fk, s_fv, K, KP, BV, BK)
-        if EVERY:
-            i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
-        else:
-            i_b = tl.zeros_like(i_n)
-            bos = i_n * rows
-            length = tl.minimum(T - bos, rows)
-            first_slot = bos // C + i_n
+    i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+    if grad_final_state is not None:
+        p_state += i_n * s_fn + i_h * s_fh
+    dS = load_state(p_state, o_v, m_v, s_fk, s_fv, K, KP, BV, BK)
 
     dtype = do.dtype.element_ty
     do += i_b * UNIT * s_ob

@@ -5,7 +5,7 @@
 (The delta rule writes the rows β ⊙ z.) The state is held transposed, in blocks, as in ``recurrence``, whose
 grid and block order this kernel shares. Every offset is int64, from the program id up.
 
-The same recurrence gives the transitions of segments (``kda_core.triton_lib.segments``): b is what it makes of the
+The same recurrence gives the transitions of segments (``kda_core.triton_lib.segments``): b is what it makes of no
 state, M what it makes of the identity without values. Neither z nor states are stored then.
 """
 
@@ -13,64 +13,47 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib.packing import rows_of_sequence
-from kda_core_amd.recurrence import load_state, step, store_state
+from kda_core.triton_lib.state_blocks import load_state, store_state
+from kda_core_amd.recurrence import step
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "rows", "HV", "programs", "s_vb"])
+@triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_vb"])
 def states_kernel(
     keys,  # [slots, HV, 3, C, KP]
     X,  # [slots, HV, C, C]; of transitions None, as z and states
     D,  # [slots, HV, KP]
-    v,  # [B, T, HV, V]; of transitions without EVERY [1, T, HV, V]
-    initial_state,  # [N, HV, K, V] (or [..., V, K]) or None; of transitions the call's own
+    v,  # [B, T, HV, V]
+    initial_state,  # [N, HV, K, V] (or [..., V, K]) or None
     z,  # [slots, HV, C, VP]
     states,  # [slots, HV, VP, KP]
-    transitions,  # [segments - 1, HV, VP + KP, KP]: bᵀ and below it Mᵀ; M of the first segment is not needed; or None
-    cu_seqlens,  # [N + 1], with EVERY boundaries of the segments; or None
+    transitions,  # [N, HV, VP + KP, KP]: bᵀ and below it Mᵀ of sequences that are segments; or None
+    cu_seqlens,  # [N + 1] or None
     T, chunks,  # chunks of a dense sequence
-    rows,  # of a segment; only the last one, which has no transitions without EVERY, may have fewer
-    HV, programs,  # N · HV; (segments - 1) · HV; with EVERY segments · HV
+    HV, programs,  # N · HV
     s_vb, s_vt, s_vh, s_in, s_ih, s_ik, s_iv,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # the batch stride is given in this many elements, so that alignment shows
     STAGES: tl.constexpr, DOT: tl.constexpr,
-    EVERY: tl.constexpr,  # transitions of all of every segment, of any number of rows
 ):  # fmt: skip
-    CUT: tl.constexpr = transitions is not None and not EVERY
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid // programs
     i_n = pid % programs // HV
     i_h = pid % programs % HV
-    if CUT:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
-        if (i_n == 0) & (i_v * BV >= VP):
-            return
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)  # past VP: a row of Mᵀ, which starts as one of the identity's and has no values
     o_r = tl.arange(0, C)
     m_v = o_v < V
     p_state = initial_state
-    if transitions is None:
-        i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
-        if initial_state is not None:
-            p_state += i_n * s_in + i_h * s_ih
-        S = load_state(p_state, o_v, m_v, s_ik, s_iv, K, KP, BV, BK)
-    else:
-        if initial_state is not None:
-            p_state += i_h * s_ih
-        given = load_state(p_state, o_v, o_v < tl.where(i_n == 0, V, 0), s_ik, s_iv, K, KP, BV, BK)
+    i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
+    if initial_state is not None:
+        p_state += i_n * s_in + i_h * s_ih
+    S = load_state(p_state, o_v, m_v, s_ik, s_iv, K, KP, BV, BK)
+    if transitions is not None:
         S = ()
         for i_k in tl.static_range(KP // BK):
-            one = (o_v - VP)[:, None] == (i_k * BK + o_k)[None, :]
-            S += (given[i_k] + one.to(tl.float32),)
-        if EVERY:
-            i_b, bos, length, first_slot = rows_of_sequence(cu_seqlens, i_n, T.to(tl.int64), chunks, C)
-        else:
-            i_b = tl.zeros_like(i_n)
-            bos = i_n * rows
-            length = tl.zeros_like(bos) + rows
-            first_slot = bos // C + i_n
+            S += (((o_v - VP)[:, None] == (i_k * BK + o_k)[None, :]).to(tl.float32),)
 
     dtype = v.dtype.element_ty
     v += i_b * UNIT * s_vb
@@ -85,9 +68,7 @@ def states_kernel(
     for i in tl.range(0, (length + C - 1) // C, num_stages=STAGES, disable_licm=True):
         i_row = tl.cast(i, tl.int64) * C
         i_chunk = (first_slot + tl.cast(i, tl.int64)) * HV + i_h
-        m_row = m_v[:, None]
-        if not CUT:
-            m_row = (o_r < length - i_row)[None, :] & m_row
+        m_row = (o_r < length - i_row)[None, :] & m_v[:, None]
         b_v = tl.load(v + i_row * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
         p_keys = keys + i_chunk * (3 * C * KP)
         known = tl.zeros([BV, C], tl.float32)

@@ -7,6 +7,9 @@ one program runs a head's sequence for BV value channels. The state is held tran
 the A operand of both products, and A operands need not pass through shared memory. Inputs: ``triton_lib.layout``.
 z: [slots, HV, C, VP]; states: [slots, HV, VP, KP].
 
+The same recurrence gives the transitions of segments (``triton_lib.segments``): b is what it makes of no state, M what
+it makes of the identity without values. Neither z nor states are stored then, and rows of Mᵀ follow those of bᵀ.
+
 With EVERY_SECOND only the state at the start of every pair of chunks is stored: states and z are numbered by pairs, as
 slots of 2 C rows, z: [pairs, HV, 2 C, VP]. The last pair of a sequence may have one chunk.
 """
@@ -48,12 +51,12 @@ def rows_of(i_n, cu_seqlens, T, T_row, NT, s_b, s_t, C: tl.constexpr):
 
 @triton.jit
 def states_of_sequence(
-    program, v, keys, X, D, initial_state, z, states, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
+    program, v, keys, X, D, initial_state, z, states, transitions, cu_seqlens, s_vb, s_vt, s_vh, T, T_row, NT,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LIFT: tl.constexpr, KP: tl.constexpr,
     VP: tl.constexpr, BV: tl.constexpr, V_AS_OPERAND: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, EVERY_SECOND: tl.constexpr,
 ):  # fmt: skip
-    NV: tl.constexpr = VP // BV
+    NV: tl.constexpr = (VP if transitions is None else VP + KP) // BV
     i_v = program % NV
     i_nh = program // NV
     i_h = i_nh % HV
@@ -71,6 +74,8 @@ def states_of_sequence(
     b_s = tl.zeros([BV, KP], tl.float32)
     if initial_state is not None:
         b_s = load_state(initial_state, i_nh, o_v, o_k, K, V, V_FIRST)
+    if transitions is not None:
+        b_s = tl.where((o_v - VP)[:, None] == o_k[None, :], 1.0, 0.0)
     minus_eye = tl.where(o_c[:, None] == o_c[None, :], -LIFT, 0.0).to(dt)
     for i in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         block = (slot0 + i) * HV + i_h
@@ -79,7 +84,8 @@ def states_of_sequence(
         p_keys = keys + block * (3 * C * KP)
         b_ke = tl.load(p_keys + o_ck)
         b_ka = tl.load(p_keys + 2 * C * KP + o_ck)
-        b_x = tl.load(X + block * (C * C) + o_cc)
+        if X is not None:
+            b_x = tl.load(X + block * (C * C) + o_cc)
         b_d = tl.load(D + block * KP + o_k)
         b_sh = b_s.to(dt)
         if EVERY_SECOND:
@@ -87,7 +93,7 @@ def states_of_sequence(
             pair = (pair0 + i // 2) * HV + i_h
             tl.store(states + pair * (KP * VP) + o_s, b_sh, mask=(tl.full([BV], i % 2, tl.int32) == 0)[:, None])
             p_z = z + pair * (2 * C * VP) + i % 2 * (C * VP)
-        else:
+        elif states is not None:
             tl.store(states + block * (KP * VP) + o_s, b_sh)
             p_z = z + block * (C * VP)
         if V_AS_OPERAND:
@@ -98,5 +104,8 @@ def states_of_sequence(
             b_r = tl.dot(b_sh, tl.trans(b_ke), input_precision=PRECISION) * (1 / LIFT)
             b_r = (tl.trans(b_v).to(tl.float32) - b_r).to(dt)
         b_s = tl.dot(b_r, b_ka, b_s * b_d[None, :], input_precision=PRECISION)
-        b_z = tl.dot(b_r, tl.trans(b_x), input_precision=PRECISION)
-        tl.store(p_z + o_cv, tl.trans(b_z.to(dt)))
+        if X is not None:
+            b_z = tl.dot(b_r, tl.trans(b_x), input_precision=PRECISION)
+            tl.store(p_z + o_cv, tl.trans(b_z.to(dt)))
+    if transitions is not None:
+        tl.store(transitions + i_nh.to(tl.int64) * ((VP + KP) * KP) + o_s, b_s)

@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
+from kda_core.triton_lib.recurrent_kernels import along_v
 from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, seen_as
 from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
-from kda_core_nvidia.recurrent import along_v
 from kda_core_nvidia.recurrent_draft import contract, keep, kept
 from kda_core_nvidia.recurrent_step import SIZE, widen
 from kda_core_nvidia.transitions_hopper import rounded

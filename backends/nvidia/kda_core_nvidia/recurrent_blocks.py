@@ -30,6 +30,7 @@ Rows past a sequence's end are zero (their factors are finite). Index arithmetic
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kda_core.triton_lib.decay import selected_sum
 from kda_core.triton_lib.levels import straddles, to_reference
@@ -53,6 +54,12 @@ TF32 = tl.constexpr(0x2000)
 
 SCAN = tl.constexpr(256)
 """Sequences that ``locate`` looks at at once."""
+
+
+@triton.jit
+def lead():
+    """Let the kernels that follow start before this one ends, for ``recurrent``."""
+    gdc_launch_dependents()
 
 
 @triton.jit

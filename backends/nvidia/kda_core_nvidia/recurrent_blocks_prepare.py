@@ -18,9 +18,9 @@ from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay, wr
 from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.packing import is_padding
 from kda_core.triton_lib.parts import split, two_parts
+from kda_core.triton_lib.recurrent_kernels import zero_rows
 from kda_core_nvidia import recurrent_blocks as common
 from kda_core_nvidia.prepare import _widen
-from kda_core_nvidia.recurrent import zero_rows
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "blocks", "s_index", "pad_slot_id", "slots"]
 

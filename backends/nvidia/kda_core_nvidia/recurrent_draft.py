@@ -23,10 +23,10 @@ from kda_core.triton_lib.commit_kernels import token_of
 from kda_core.triton_lib.factor import decay_factor, decayed
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
 from kda_core.triton_lib.packing import is_padding
+from kda_core.triton_lib.recurrent_kernels import along_v
 from kda_core_nvidia.draft_chunk import ancestors_of_tokens, in_parts, pairs, products_of, row, store_products, whole
 from kda_core_nvidia.hopper import async_copy, block_barrier, copy_elements, seen_as
 from kda_core_nvidia.layer_rows import convolved_row, head_filter, normed
-from kda_core_nvidia.recurrent import along_v
 from kda_core_nvidia.recurrent_step import SIZE, widen
 from kda_core_nvidia.transitions_hopper import rounded
 

@@ -10,7 +10,7 @@ With w = β ⊙ z the rows that the delta rule writes, a chunk is (notation of `
 4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
 5. finish: sums over value heads and the gradient of the norms, where there are any (backward_finish).
 
-One long sequence with few heads is cut (segments), which takes four more between 1 and 2.
+One long sequence with few heads is cut (segments), which takes four more between 1 and 2 and one before.
 
 Nothing synchronises with the host, and every sum is ordered, so that results repeat bitwise.
 """
@@ -18,15 +18,13 @@ Nothing synchronises with the host, and every sum is ordered, so that results re
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.layout import CHUNK, slots
-from kda_core.triton_lib.plan import Builder, Copy, Plan, Sum, View, input_layouts
-from kda_core.triton_lib.segments import packed_segments, write_bounds
+from kda_core.triton_lib.plan import Builder, Plan, Sum, View, input_layouts
 from kda_core_amd.backward_finish import finish_kernel
 from kda_core_amd.backward_gradients import gradients_kernel
 from kda_core_amd.backward_reverse import reverse_kernel
@@ -34,7 +32,7 @@ from kda_core_amd.backward_states import states_kernel
 from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture
 from kda_core_amd.plans.forward import add_prepare
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import add_ends, add_starts
+from kda_core_amd.plans.segments import add_reverse_transitions, add_transitions, cut, join, launch_recurrence
 
 
 def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
@@ -49,25 +47,22 @@ def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
         call has them, each in the shape and dtype of its input, contiguous.
     """
     b = Builder()
-    r = write_bounds(b, call, packed_segments(call, rows, v_first=False), rows) if rows else call
-    f = Frame(b, r, chip)
+    f = cut(b, call, chip, rows) if rows else Frame(b, call, chip)
     names = f.names
-    names["dv"] = b.result("dv", r.v.shape, r.v.dtype)
+    names["dv"] = b.result("dv", call.v.shape, call.v.dtype)
     add_prepare(f, names["dv"], backward=True)
-    if rows:
-        # States at the starts of the segments and their gradients at the ends, as if these were given.
-        first, transitions = add_starts(f, rows, call)
-        last = add_ends(f, rows, call, transitions)
-        f.r = r = replace(r, initial_state=first, grad_final_state=last)
     want = call.initial_state is not None and "initial_state" in call.needs_grad
     grad_state = b.result("dinitial_state", call.state_shape, call.state_dtype) if want else None
-    first = b.scratch("gradients at starts", r.state_shape, r.state_dtype) if want and rows else grad_state
-    add_recurrences(f, first)
+    if rows:
+        # States at the starts of the segments and their gradients at the ends, as if these were given.
+        transitions, additions, shape = add_transitions(f), add_reverse_transitions(f), (f.r.N, call.HV, call.V, call.K)
+        starts, ends = (b.scratch(n, shape, torch.float32) for n in ("states at starts", "gradients at ends"))
+        join(f, call, rows, transitions, given=call.initial_state, states=starts)
+        join(f, call, rows, transitions, additions, given=call.grad_final_state, states=ends, ends=grad_state)
+        f.r = replace(f.r, initial_state=starts, grad_final_state=ends)
+    add_recurrences(f, None if rows else grad_state)
     b.free(*(names[n] for n in ("keys", "P", "D", "X")))
     grads = add_gradients(f)
-    if want and rows:
-        start = first.cut(0, slice(0, 1))
-        b.step(Copy(grad_state, start.mT if call.state_v_first else start))
     grads["initial_state"] = grad_state
     return b.plan(input_layouts(call), {n: x for n, x in grads.items() if x is not None})
 
@@ -77,24 +72,18 @@ def add_recurrences(f: Frame, grad_state: View | None) -> None:
     gradients of states at the ends of the slots, and that of the initial state.
     """
     b, r, names = f.b, f.r, f.names
-    v_first, heads, count = r.state_v_first, r.N * r.HV, slots(r)
+    v_first, count = r.state_v_first, slots(r)
     KP, VP = names["KP"], names["VP"]
     names["z"] = b.scratch("z", (count, r.HV, CHUNK, VP), r.v.dtype)
     for name in ("states", "state_grads"):
         names[name] = b.scratch(name, (count, r.HV, VP, KP), r.v.dtype)
 
-    def launch(kernel: Any, name: str, rows: dict[str, View], **own: Any) -> None:
-        chosen = f.config(name)
-        blocks, (unit, strides) = f.blocks(chosen), row_strides(**rows)
-        own |= {"programs": heads, "rows": None, "EVERY": False, "UNIT": unit, **blocks, **strides}
-        f.launch(kernel, chosen, heads * (VP // blocks["BV"]), **own)
-
-    launch(
-        states_kernel, "states", {"v": names["v"]}, initial_state=r.initial_state, transitions=None,
+    launch_recurrence(
+        f, states_kernel, "states", VP, {"v": names["v"]}, initial_state=r.initial_state, transitions=None,
         **named_state_strides("i", r.initial_state, v_first),
     )  # fmt: skip
-    launch(
-        reverse_kernel, "reverse", {"o": names["do"], "v": names["dv"]}, grad_final_state=r.grad_final_state,
+    launch_recurrence(
+        f, reverse_kernel, "reverse", VP, {"o": names["do"], "v": names["dv"]}, grad_final_state=r.grad_final_state,
         grad_initial_state=grad_state, additions=None, **named_state_strides("f", r.grad_final_state, v_first),
         **named_state_strides("i", grad_state, v_first),
     )  # fmt: skip

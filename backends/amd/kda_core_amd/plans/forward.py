@@ -1,6 +1,6 @@
 """Forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
 
-One long sequence with few heads is cut (``segments``), which takes two more between them.
+One long sequence with few heads is cut (``segments``), which takes two more between them and one before.
 
 ``kda_core.triton_lib.layout`` has the layout of what passes between them, and the equations.
 """
@@ -15,11 +15,11 @@ from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.layout import CHUNK, piece_rows, slots
-from kda_core.triton_lib.plan import Builder, Copy, Plan, View, input_layouts
-from kda_core.triton_lib.segments import cut_into_pieces, in_one, packed_segments, write_bounds, written_evenly
+from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
+from kda_core.triton_lib.segments import cut_into_pieces, in_one, written_evenly
 from kda_core_amd.choose import Architecture
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import add_starts
+from kda_core_amd.plans.segments import add_transitions, cut, join
 from kda_core_amd.prepare import prepare
 from kda_core_amd.recurrence import recurrence
 
@@ -73,27 +73,20 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
         # Sequences of a pool that are skipped write no state.
         h = b.result("h", h_shape, r.h_dtype, r.ssm_state_indices is not None)
     if rows:
-        cut = write_bounds(b, r, packed_segments(r, rows, v_first=False), rows)
-        _add_segments(Frame(b, cut, chip), rows, r, o, final_state)
+        f = cut(b, r, chip, rows)
+        add_prepare(f, o)
+        # States at the starts of the segments, as if these were given.
+        starts = b.scratch("states at starts", (f.r.N, r.HV, r.V, r.K), torch.float32)
+        join(f, r, rows, add_transitions(f), given=r.initial_state, states=starts, ends=final_state)
+        add_recurrence(f, o, starts, None)
     else:
         f = Frame(b, r, chip)
         if piece_rows(r):
             o = written_evenly(b, o)
-            cut = Frame(b, cut_into_pieces(b, f.r), chip)
-            add_prepare(cut, in_one(o))
-            f.names |= {n: cut.names[n] for n in ("keys", "P", "D")}
+            pieces = Frame(b, cut_into_pieces(b, f.r), chip)
+            add_prepare(pieces, in_one(o))
+            f.names |= {n: pieces.names[n] for n in ("keys", "P", "D")}
         else:
             add_prepare(f, o)
         add_recurrence(f, o, r.initial_state, final_state, h)
     return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state, "h": h})
-
-
-def _add_segments(f: Frame, rows: int, call: Request, o: View, final_state: View | None) -> None:
-    """Add all launches with the sequence cut into segments of ``rows`` rows; they write ``o`` and ``final_state``."""
-    add_prepare(f, o)
-    first, _ = add_starts(f, rows, call)
-    last = None if final_state is None else f.b.scratch("last states", first.shape, first.dtype)
-    add_recurrence(f, o, first, last)
-    if last is not None:
-        end = last.cut(0, slice(f.r.N - 1, f.r.N))
-        f.b.step(Copy(final_state, end.mT if call.state_v_first else end))

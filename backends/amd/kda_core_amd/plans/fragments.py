@@ -12,23 +12,13 @@ from dataclasses import replace
 import torch
 
 from kda_core.request import Request, TensorSpec
-from kda_core.triton_lib.arguments import named_state_strides
-from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
-from kda_core.triton_lib.segments import (
-    edge_arguments,
-    ends_of,
-    packed_segments,
-    segments_of,
-    sent,
-    sent_back,
-    write_bounds,
-)
-from kda_core_amd.choose import Architecture, dot_widths, fragment_rows
+from kda_core.triton_lib.plan import Builder, Plan, input_layouts
+from kda_core.triton_lib.segments import ends_of, segments_of, sent, sent_back
+from kda_core_amd.choose import Architecture, fragment_rows
 from kda_core_amd.plans.backward import add_gradients, add_recurrences
 from kda_core_amd.plans.forward import add_prepare, add_recurrence
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import add_reverse_transitions, add_transitions
-from kda_core_amd.segments import chain_kernel
+from kda_core_amd.plans.segments import add_reverse_transitions, add_transitions, cut, join
 
 
 def saved_specs(r: Request, chip: Architecture) -> tuple[TensorSpec, ...]:
@@ -38,32 +28,12 @@ def saved_specs(r: Request, chip: Architecture) -> tuple[TensorSpec, ...]:
     """
     if not r.cp_context:
         return ()
-    return (TensorSpec((segments_of(r, fragment_rows(r)), r.HV, r.K, r.V), torch.float32),)
+    return (TensorSpec((segments_of(r, fragment_rows(r)), r.HV, r.V, r.K), torch.float32),)
 
 
 def _frame(b: Builder, r: Request, chip: Architecture) -> Frame:
-    """The call in segments as sequences, states K first and none given."""
-    rows, r = fragment_rows(r), replace(r, cu_seqlens=b.dense(r.cu_seqlens), state_v_first=False)
-    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=False), rows) if rows else r, chip)
-
-
-def _add_chain(
-    f: Frame, call: Request, transitions: View, additions: View | None = None, starts: View | None = None,
-    states: View | None = None, ends: View | None = None, summary: View | None = None, sums: View | None = None,
-) -> None:  # fmt: skip
-    """Add a launch of ``chain_kernel``; ``call``: with its fragments, of which ``f`` has the segments."""
-    names, chosen, edges = f.names, f.config("join", torch.float32), edge_arguments(call, starts, summary)
-    programs = call.HV * (call.N if summary is None else summary.shape[0])
-    columns = names["VP"] + (0 if summary is None else names["KP"])
-    bounds = f.b.dense(call.cu_seqlens)
-    f.launch(
-        chain_kernel, chosen, columns // chosen.block * programs, transitions=transitions, additions=additions,
-        states=states, ends=ends, summary=summary, sums=sums, cu_seqlens=bounds, **edges,
-        # Where fragments are not cut, each is one segment, of more rows than there are.
-        rows=fragment_rows(call) or call.T + 1, per=f.r.N // call.N, programs=programs, BV=chosen.block,
-        BK=min(chosen.keys, names["KP"]), REVERSE=additions is not None, IN_TURN=chosen.level_loop,
-        DOT=dot_widths(torch.float16, f.chip)[1], **named_state_strides("e", ends, call.state_v_first),
-    )  # fmt: skip
+    """The call in segments; its boundaries are contiguous."""
+    return cut(b, replace(r, cu_seqlens=b.dense(r.cu_seqlens)), chip, fragment_rows(r))
 
 
 def plan_begin(r: Request, chip: Architecture) -> Plan:
@@ -72,9 +42,9 @@ def plan_begin(r: Request, chip: Architecture) -> Plan:
     o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
     f = _frame(b, r, chip)
     add_prepare(f, o, new=b.result)
-    transitions = add_transitions(f)
+    transitions = add_transitions(f, b.result)
     summary = sent(b, r)
-    _add_chain(f, r, transitions, summary=summary)
+    join(f, r, fragment_rows(r), transitions, summary=summary)
     kept = {"o": o, **{n: f.names[n] for n in ("keys", "P", "D")}, "transitions": transitions}
     return b.plan(input_layouts(r), {"matrices": summary, "additions": None, **kept})
 
@@ -85,9 +55,9 @@ def plan_finish(r: Request, chip: Architecture) -> Plan:
     o, keys, P, D, transitions, starts = r.saved
     f = _frame(b, r, chip)
     f.names |= {"keys": keys, "P": P, "D": D}
-    states = (b.result if r.save_for_backward else b.scratch)("starts", (f.r.N, r.HV, r.K, r.V), torch.float32)
+    states = (b.result if r.save_for_backward else b.scratch)("starts", (f.r.N, r.HV, r.V, r.K), torch.float32)
     final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
-    _add_chain(f, r, transitions, starts=starts, states=states, ends=final_state)
+    join(f, r, fragment_rows(r), transitions, starts=starts, states=states, ends=final_state)
     add_recurrence(f, o, states, None)
     results = {"o": o, "final_state": final_state, "h": None}
     return b.plan(input_layouts(r), results | ({"starts": states} if r.save_for_backward else {}))
@@ -99,9 +69,9 @@ def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
     f = _frame(b, r, chip)
     dv = b.result("dv", r.v.shape, r.v.dtype)
     add_prepare(f, dv, backward=True, new=b.result)
-    transitions, additions = add_transitions(f), add_reverse_transitions(f)
+    transitions, additions = add_transitions(f, b.result), add_reverse_transitions(f, b.result)
     summary, sums = sent_back(b, r)
-    _add_chain(f, r, transitions, additions, summary=summary, sums=sums)
+    join(f, r, fragment_rows(r), transitions, additions, summary=summary, sums=sums)
     kept = {"dv": dv, **{n: f.names[n] for n in ("keys", "P", "D", "X")}, "transitions": transitions}
     return b.plan(input_layouts(r), {"matrices": summary, "additions": sums, **kept, "of segments": additions})
 
@@ -116,7 +86,7 @@ def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
     f.names |= {"dv": dv, "keys": keys, "P": P, "D": D, "X": X}
     last = b.scratch("gradients at ends", starts.shape, torch.float32)
     grad_starts = ends_of(b, r, "dinitial_state", torch.float32) if "initial_state" in r.needs_grad else None
-    _add_chain(f, r, transitions, additions, starts=ends, states=last, ends=grad_starts)
+    join(f, r, fragment_rows(r), transitions, additions, starts=ends, states=last, ends=grad_starts)
     f.r = replace(f.r, initial_state=starts, grad_final_state=last)
     add_recurrences(f, None)
     b.release(keys, P, D, X)

@@ -1,99 +1,90 @@
-"""Launches that compute the transitions of segments, and that join them."""
+"""Launches of the recurrences of a backward, for sequences or for the transitions of segments, and what joins these."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
-from kda_core.triton_lib.plan import View
+from kda_core.triton_lib.chain_kernels import add_chain, in_rows
+from kda_core.triton_lib.plan import Builder, View
+from kda_core.triton_lib.segments import packed_segments, write_bounds
 from kda_core_amd.backward_reverse import reverse_kernel
 from kda_core_amd.backward_states import states_kernel
-from kda_core_amd.choose import dot_widths
+from kda_core_amd.choose import Architecture, compile_options, dot_widths
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.segments import join_kernel
-
-_UNUSED = ("s_vb", "s_vt", "s_vh", "s_in", "s_ih", "s_ik", "s_iv")
-"""Strides of what ``reverse_kernel`` does not write here."""
 
 
-def add_transitions(f: Frame, rows: int = 0, call: Request | None = None) -> View:
+def cut(b: Builder, r: Request, chip: Architecture, rows: int) -> Frame:
+    """The call in segments of ``rows`` rows as sequences, states V first and none given; 0: itself, states V first."""
+    if not rows:
+        return Frame(b, replace(r, state_v_first=True), chip)
+    return Frame(b, write_bounds(b, r, packed_segments(r, rows, v_first=True), rows), chip)
+
+
+def launch_recurrence(f: Frame, kernel: Any, name: str, columns: int, rows: dict[str, View], **own: Any) -> None:
+    """Add a launch of ``states_kernel`` or ``reverse_kernel``.
+
+    Args:
+        columns: VP, or more with rows of matrices.
+        rows: tensors [B, T, HV, V], by the letter of their strides.
+        own: other arguments.
+    """
+    chosen, programs = f.config(name), f.r.N * f.r.HV
+    blocks, (unit, strides) = f.blocks(chosen), row_strides(**rows)
+    if columns > f.names["VP"]:
+        blocks["BV"] = min(blocks["BV"], f.names["KP"])
+    own = {"programs": programs, "UNIT": unit, **blocks, **strides, **own}
+    f.launch(kernel, chosen, columns // blocks["BV"] * programs, **own)
+
+
+def add_transitions(f: Frame, new: Callable[..., View] | None = None) -> View:
     """bᵀ and Mᵀ of segments, [segments, HV, VP + KP, KP] in float32.
 
     Args:
         f: of the call in segments, after ``prepare``.
-        rows: of a segment, with ``call``.
-        call: the call itself, with its initial state, from which the first segment starts; the last segment has no
-            transitions. None for fragments: all segments have transitions, which are a result, and none a state.
+        new: allocates it; scratch when left out.
     """
-    names, blocks, state = f.names, _blocks_of(f, "states"), call and call.initial_state
-    count, new = (f.r.N, f.b.result) if call is None else (f.r.N - 1, f.b.scratch)
-    KP, VP, programs = names["KP"], names["VP"], count * f.r.HV
-    transitions = new("transitions", (count, f.r.HV, VP + KP, KP), torch.float32)
-    unit, strides = row_strides(v=names["v"])
-    f.launch(
-        states_kernel, f.config("states"), (VP + KP) // blocks["BV"] * programs, initial_state=state, X=None, z=None,
-        states=None, transitions=transitions, rows=rows, programs=programs, EVERY=call is None, UNIT=unit, **blocks,
-        **strides, **named_state_strides("i", state, call is not None and call.state_v_first) | {"s_in": None},
+    KP, columns = f.names["KP"], f.names["VP"] + f.names["KP"]
+    transitions = (new or f.b.scratch)("transitions", (f.r.N, f.r.HV, columns, KP), torch.float32)
+    launch_recurrence(
+        f, states_kernel, "states", columns, {"v": f.names["v"]}, initial_state=None, X=None, z=None, states=None,
+        transitions=transitions, **named_state_strides("i", None, False),
     )  # fmt: skip
     return transitions
 
 
-def add_reverse_transitions(f: Frame, rows: int = 0, call: Request | None = None) -> View:
-    """The gradients of states that come from the outputs of segments, [segments, HV, VP, KP] in float32.
-
-    Arguments as of ``add_transitions``: ``f`` knows ``do``, and ``call`` the gradient of its final state.
-    """
-    names, blocks, state = f.names, _blocks_of(f, "reverse"), call and call.grad_final_state
-    count, new = (f.r.N, f.b.result) if call is None else (f.r.N - 1, f.b.scratch)
-    KP, VP, programs = names["KP"], names["VP"], count * f.r.HV
-    additions = new("additions of segments", (count, f.r.HV, VP, KP), torch.float32)
-    unit, strides = row_strides(o=names["do"])
-    f.launch(
-        reverse_kernel, f.config("reverse"), VP // blocks["BV"] * programs, grad_final_state=state, dv=None,
-        state_grads=None, grad_initial_state=None, additions=additions, rows=rows, programs=programs,
-        EVERY=call is None, UNIT=unit, **blocks, **strides, **dict.fromkeys(_UNUSED),
-        **named_state_strides("f", state, call is not None and call.state_v_first) | {"s_fn": None},
+def add_reverse_transitions(f: Frame, new: Callable[..., View] | None = None) -> View:
+    """The gradients of states that come from the outputs of segments, [segments, HV, VP, KP] in float32."""
+    KP, VP = f.names["KP"], f.names["VP"]
+    additions = (new or f.b.scratch)("additions of segments", (f.r.N, f.r.HV, VP, KP), torch.float32)
+    launch_recurrence(
+        f, reverse_kernel, "reverse", VP, {"o": f.names["do"]}, grad_final_state=None, dv=None, state_grads=None,
+        grad_initial_state=None, additions=additions, **dict.fromkeys(("s_vb", "s_vt", "s_vh")),
+        **named_state_strides("f", None, False), **named_state_strides("i", None, False),
     )  # fmt: skip
     return additions
 
 
-def _blocks_of(f: Frame, kernel: str) -> dict[str, int]:
-    """Blocks of a recurrence whose programs also have rows of the transitions."""
-    found = f.blocks(f.config(kernel))
-    return found | {"BV": min(found["BV"], f.names["KP"])}
-
-
-def add_starts(f: Frame, rows: int, call: Request) -> tuple[View, View]:
-    """Compute the state at the start of every segment, and the transitions; arguments as of ``add_transitions``.
-
-    Returns:
-        states [segments, HV, K, V] and transitions [segments - 1, HV, VP + KP, KP], both in float32.
-    """
-    transitions = add_transitions(f, rows, call)
-    return _add_join(f, call.initial_state, call.state_v_first, transitions), transitions
-
-
-def add_ends(f: Frame, rows: int, call: Request, transitions: View) -> View:
-    """Compute the gradient of the state at the end of every segment, [segments, HV, K, V] in float32.
+def join(
+    f: Frame, call: Request, rows: int, transitions: View, additions: View | None = None, **tensors: View | None
+) -> None:
+    """Add a launch of ``chain_kernel`` over the segments of ``call``, in reverse with ``additions``.
 
     Args:
-        transitions: from ``add_starts``; the others as of ``add_reverse_transitions``.
+        tensors: what it reads and writes (``add_chain``).
     """
-    additions = add_reverse_transitions(f, rows, call)
-    return _add_join(f, call.grad_final_state, call.state_v_first, transitions, additions)
-
-
-def _add_join(f: Frame, given: View | None, v_first: bool, transitions: View, additions: View | None = None) -> View:
-    """States at the starts of the segments, or gradients at their ends."""
-    r, names, chosen = f.r, f.names, f.config("join", torch.float32)
-    name = "states at starts" if additions is None else "gradients at ends"
-    states = f.b.scratch(name, (r.N, r.HV, r.K, r.V), torch.float32)
-    f.launch(
-        join_kernel, chosen, names["VP"] // chosen.block * r.HV, given=given, transitions=transitions,
-        additions=additions, states=states, count=r.N, BV=chosen.block, BK=min(chosen.keys, names["KP"]),
-        REVERSE=additions is not None, IN_TURN=chosen.level_loop,
+    chosen = f.config("join", torch.float32)
+    segments = in_rows(call, transitions, additions) | {
+        "BV": chosen.block, "BK": min(chosen.keys, f.names["KP"]), "IN_TURN": chosen.level_loop,
         # As float16's: where a foreign device's matrix unit has no float32, 22 bits are enough beside rounded operands.
-        DOT=dot_widths(torch.float16, f.chip)[1], **named_state_strides("g", given, v_first),
+        "STAGES": chosen.stages, "DOT": dot_widths(torch.float16, f.chip)[1],
+    }  # fmt: skip
+    add_chain(
+        f.b, call, f.r.N, rows, segments, chosen.num_warps, reverse=additions is not None, **tensors,
+        **compile_options(chosen, f.chip),
     )  # fmt: skip
-    return states

@@ -8,16 +8,11 @@ import torch
 
 from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.arguments import LEAST_BOUNDED_DECAY, gate_kind
-from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.layout import padded, power_of_two
 from kda_core.triton_lib.plan import View
 from kda_core_nvidia.choose.chip import Chip
 from kda_core_nvidia.recurrent_blocks import ROWS, SHORT
 from kda_core_nvidia.recurrent_step import SIZE
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that holds ``size``."""
-    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

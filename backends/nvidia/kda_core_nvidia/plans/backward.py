@@ -51,12 +51,13 @@ from kda_core_nvidia.choose.backward import (
 )
 from kda_core_nvidia.choose.chunk import ROWS, HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of
-from kda_core_nvidia.plans.fragments import add_chain, like_segments, reverse_segments
+from kda_core_nvidia.plans.fragments import like_segments, reverse_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.segments import (
     KEPT,
     Segments,
     add_first_segments,
+    chain_segments,
     cut_into_segments,
     cut_several,
     hopper_tiles,
@@ -110,7 +111,7 @@ def _add_begin(
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
     segments = reverse_segments(b, w.r, choice, prepared)
     summary, sums = sent_back(b, call)
-    add_chain(b, w.whole, w.r, choice, segments, reverse=True, summary=summary, sums=sums)
+    chain_segments(b, w.whole, w.r.N, choice, *segments, reverse=True, summary=summary, sums=sums)
     return summary, sums, {"dv": dv, **new, **{f"segments {i}": x for i, x in enumerate(segments)}}
 
 
@@ -130,7 +131,7 @@ def plan_finish_backward(call: Request, choice: BackwardChoice) -> Plan:
         prepared, given = prepared._replace(keys=keys, D=D, X=X), tuple(x for x in kept if x.source == keys.source)
     last = b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
     grad_starts = ends_of(b, call, "dinitial_state", torch.float32) if "initial_state" in call.needs_grad else None
-    add_chain(b, w.whole, r, choice, tuple(segments), reverse=True, starts=ends, states=last, ends=grad_starts)
+    chain_segments(b, w.whole, r.N, choice, *segments, reverse=True, starts=ends, states=last, ends=grad_starts)
     exact = (starts, last) if r.cu_seqlens is not None or r.T <= CHUNK else (None, None)
     grads = w.finish(prepared, like_segments(dv, r), _States(starts, last, None, exact), given)
     grads |= {"initial_state": grad_starts}
@@ -364,7 +365,7 @@ class _Backward:
         else:
             kernel, options = recurrences_kernel, {}
             named |= {"BV": first.block_v, "STAGES": first.stages, "V_AS_OPERAND": choice.operand}
-            named |= {"keys": keys, "X": X, "P": P, "D": D}
+            named |= {"keys": keys, "X": X, "P": P, "D": D, "transitions": None, "additions": None}
         self.b.pick(kernel, programs if choice.kept else 2 * programs, first.num_warps, named, **options)
 
     def _outputs(self) -> dict[str, View | None]:

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.frame import names, readable
-from kda_core.triton_lib.layout import padded
+from kda_core.triton_lib.frame import readable
 from kda_core.triton_lib.plan import Builder, Plan, View, changed, handed_over, input_layouts, received
-from kda_core.triton_lib.segments import edge_arguments, ends_of, one_token_axis, sent
+from kda_core.triton_lib.segments import ends_of, one_token_axis, sent
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
-from kda_core_nvidia.choose.chunk import JOIN_PRECISION, TransitionsHopperConfig, in_parts
-from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS
+from kda_core_nvidia.choose.chunk import TransitionsHopperConfig, in_parts
 from kda_core_nvidia.plans.forward import Prepared, add_prepare, add_recurrence, aligned
-from kda_core_nvidia.plans.segments import KEPT, Segments, cut_into_segments
-from kda_core_nvidia.segments import chain_kernel
+from kda_core_nvidia.plans.segments import KEPT, Segments, chain_segments, cut_into_segments
 
 Choice = ForwardChoice | BackwardChoice
 
@@ -33,42 +30,12 @@ def like_segments(x: View, cut: Request) -> View:
 
 
 def reverse_segments(b: Builder, r: Request, choice: Choice, prepared: Prepared) -> tuple[View, ...]:
-    """Add the transitions of gradients of states; the tensors that ``add_chain`` takes."""
+    """Add the transitions of gradients of states; the tensors that ``chain_segments`` takes."""
     segments = Segments(b, r, choice, prepared)
-    named = {} if segments.hopper else segments.add_transitions()
-    named |= segments.add_reverse_transitions()
-    return named["matrices" if segments.hopper else "transitions"], named["additions"]
-
-
-def add_chain(
-    b: Builder, r: Request, cut: Request, choice: Choice, segments: tuple[View, ...], reverse: bool = False,
-    starts: View | None = None, states: View | None = None, ends: View | None = None, summary: View | None = None,
-    sums: View | None = None,
-) -> None:  # fmt: skip
-    """Add a launch of ``chain_kernel``.
-
-    Args:
-        r: the call; ``cut``: the call in segments.
-        segments: matrices and additions for Hopper, else transitions, and additions where ``reverse``.
-    """
-    K, V, KP, VP = r.K, r.V, padded(r.K), padded(r.V)
-    if isinstance(choice.transitions, TransitionsHopperConfig):
-        matrices, additions = segments
-        strides = (2 * K * K, 1, K, K * K, K * V, V, 1)
-    else:
-        matrices = segments[0].cut(2, slice(VP, VP + KP))
-        additions, step = segments[-1], (VP + KP) * KP
-        own = (1, KP) if reverse else (KP, 1)
-        strides = (step, *own, 0, VP * KP if reverse else step, 1, KP)
-    named = names(r) | dict(zip(("s_m", "s_mi", "s_mo", "s_part", "s_a", "s_ak", "s_av"), strides, strict=True)) | {
-        "matrices": matrices, "additions": additions, "states": states, "ends": ends,
-        **edge_arguments(r, starts, summary), "summary": summary, "sums": sums, "REVERSE": reverse, "STAGES": 1,
-        "PRECISION": JOIN_PRECISION,
-        # Where fragments are not cut, each is one segment, of more rows than there are.
-        "rows": choice.segment_rows or r.T + 1, "per": cut.N // r.N if r.N else 0, "BV": CHAIN_COLUMNS,
-    }  # fmt: skip
-    columns, count = (VP, r.N) if summary is None else (KP + VP, summary.shape[0])
-    b.pick(chain_kernel, (columns // CHAIN_COLUMNS, r.HV, count), CHAIN_WARPS, named)
+    if not segments.hopper:
+        return segments.add_plain()
+    named = segments.add_reverse_transitions()
+    return named["matrices"], named["additions"]
 
 
 def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
@@ -96,11 +63,15 @@ def _add_begin(b: Builder, request: Request, choice: ForwardChoice) -> tuple[Vie
 
     prepared = add_prepare(b, cut, choice, like_segments(o, cut), everything, keep, new=new)
     cut = changed(cut, v=_rows(b, cut.v, choice))
-    named = Segments(b, cut, choice, prepared).add_transitions()
-    segments = tuple(named[n] for n in ("matrices", "additions", "transitions") if n in named)
+    segments = Segments(b, cut, choice, prepared)
+    if segments.hopper:
+        named = segments.add_transitions()
+        matrices, additions = named["matrices"], named["additions"]
+    else:
+        matrices, additions = segments.add_plain()
     summary = sent(b, r)
-    add_chain(b, r, cut, choice, segments, summary=summary)
-    return summary, {"o": o, **prepared._asdict(), **{f"segments {i}": x for i, x in enumerate(segments)}}
+    chain_segments(b, r, cut.N, choice, matrices, additions, summary=summary)
+    return summary, {"o": o, **prepared._asdict(), "matrices of segments": matrices, "additions of segments": additions}
 
 
 def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
@@ -117,7 +88,7 @@ def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
     make = b.result if r.save_for_backward else b.scratch
     states = make("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
     final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
-    add_chain(b, r, cut, choice, tuple(segments), starts=starts, states=states, ends=final_state)
+    chain_segments(b, r, cut.N, choice, *segments, starts=starts, states=states, ends=final_state)
     cut = changed(cut, v=_rows(b, cut.v, choice), initial_state=states)
     add_recurrence(b, cut, choice, Prepared(keys, P, D), like_segments(o, cut), None, None)
     results = {"o": o, "final_state": final_state, "h": None}

@@ -8,9 +8,10 @@ from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.frame import finish_output, gate_parameters, names, output
 from kda_core.triton_lib.layer_plans import convolved
 from kda_core.triton_lib.plan import Builder, Plan, changed, input_layouts
+from kda_core.triton_lib.recurrent_kernels import sequence_strides
 from kda_core_nvidia.choose.recurrent import DraftConfig
 from kda_core_nvidia.layer_step import layer_step
-from kda_core_nvidia.plans.recurrent import draft_arguments, sequence_strides
+from kda_core_nvidia.plans.recurrent import draft_arguments
 from kda_core_nvidia.recurrent_draft import DRAFT_COLUMNS, SIZE, recurrent_draft
 
 WARPS = SIZE.value // DRAFT_COLUMNS.value

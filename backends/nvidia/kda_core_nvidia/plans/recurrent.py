@@ -17,16 +17,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.commit_kernels import add_first_commit
-from kda_core.triton_lib.frame import finish_output, names, outputs, readable
+from kda_core.triton_lib.frame import finish_output, outputs, readable
+from kda_core.triton_lib.layout import power_of_two
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
+from kda_core.triton_lib.recurrent_kernels import launch_recurrent, record_arguments, token_arguments
 from kda_core_nvidia.choose import RecurrentChoice
-from kda_core_nvidia.choose.recurrent import DraftConfig, commits_apart, draft_chunk, power_of_two
-from kda_core_nvidia.recurrent import recurrent
-from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT
+from kda_core_nvidia.choose.recurrent import DraftConfig, commits_apart, draft_chunk
+from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT, lead
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
 from kda_core_nvidia.recurrent_blocks_recurrence import blocks_recurrence
 from kda_core_nvidia.recurrent_draft import DRAFT_COLUMNS, recurrent_draft
@@ -64,7 +65,8 @@ def add_recurrent(
     if choice.draft is not None and commits_apart(r):
         r = add_first_commit(b, r, COMMIT_WARPS, True, enable_fp_fusion=False)
     # The kernels for prompts follow, and mostly find no work: they can do so while the last programs run.
-    named = _names(r, final_state, o) | {"LEADS": choice.overlap and (leads or choice.prompts is not None)}
+    followed = choice.overlap and (leads or choice.prompts is not None)
+    named = token_arguments(r, final_state, o) | {"LEAD": lead if followed else None}
     if choice.step is not None:
         _add_step(b, r, choice, named)
     if choice.draft is not None:
@@ -74,26 +76,6 @@ def add_recurrent(
     if choice.prompts is not None:
         _add_prompts(b, r, choice, named)
     return finish_output(b, request, o), final_state
-
-
-def sequence_strides(packed: bool, **views: View | None) -> dict[str, int]:
-    """Strides by sequence (a token's, when sequences are found by their first token), token and head; zeros of None."""
-    found = {}
-    for letter, x in views.items():
-        s_b, s_t, s_h = (0, 0, 0) if x is None else x.strides[:3]
-        found |= {f"s_{letter}n": s_t if packed else s_b, f"s_{letter}t": s_t, f"s_{letter}h": s_h}
-    return found
-
-
-def _names(r: Request, final_state: View | None, o: View) -> dict[str, Any]:
-    """Arguments that the launches share."""
-    s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
-    s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
-    strides = sequence_strides(r.cu_seqlens is not None, q=r.q, k=r.k, v=r.v, g=r.g, b=r.beta, o=o)
-    return names(r) | strides | {
-        "final_state": final_state, "o": o, "s_ov": o.stride(3), "s_in": s_in, "s_ih": s_ih, "s_fn": s_fn, "s_fh": s_fh,
-        "I_K": I_K, "I_V": I_V, "F_K": F_K, "F_V": F_V, "VP": power_of_two(r.V),
-    }  # fmt: skip
 
 
 def _add_step(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
@@ -109,40 +91,17 @@ def _add_draft(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str,
     b.pick(recurrent_draft, programs, STEP_WARPS, named | own, maxnreg=config.registers, enable_fp_fusion=False)
 
 
-def _columns(table: View | None) -> tuple[int, int]:
-    """Stride and number of the columns of a table of slots."""
-    return (0, 1) if table is None or table.dim() == 1 else (table.stride(1), table.shape[1])
-
-
 def _add_short(b: Builder, r: Request, choice: RecurrentChoice, named: dict[str, Any]) -> None:
     """Add ``recurrent``. Where prompts follow, packed sequences of more than SHORT tokens are left to them."""
-    config, packed, accepted = choice.short, r.cu_seqlens is not None, r.num_accepted_tokens
-    s_slot, width = _columns(r.ssm_state_indices)
-    s_final_slot, final_width = _columns(r.final_state_indices)
-    KP, short_only, one_token = power_of_two(r.K), choice.prompts is not None, r.T == 1 and not packed
+    config, one_token = choice.short, r.T == 1 and r.cu_seqlens is None
     own = {
-        **record_arguments(b, r), "accepted": accepted,
-        "s_accepted": 0 if accepted is None else accepted.stride(0), "s_slot": s_slot,
-        "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP, "BV": config.block_v,
-        "KS": min(KP, config.row_bytes // r.state_dtype.itemsize) if r.state_v_first else KP,
-        "IN_PLACE": r.written_states is not None and r.update_state and r.final_state_indices is None,
-        "EVERY_TOKEN": r.writes_every_token, "ONE_TOKEN": one_token,
-        "MOST": SHORT.value if short_only else 0, "EVICTION": config.eviction,
+        "ONE_TOKEN": one_token, "AHEAD": True, "MOST": 0 if choice.prompts is None else SHORT.value,
+        "EVICTION": config.eviction, "SIGNED": True, "INDEX": tl.int32,
     }  # fmt: skip
     options = {"maxnreg": config.registers} if config.registers and one_token else {}
-    # With packed sequences one more set of programs zeroes the rows behind the last one.
-    programs = (r.N + packed) * r.HV * -(-r.V // config.block_v)
-    b.pick(recurrent, programs, config.num_warps, named | own, enable_fp_fusion=False, **options)
-
-
-def record_arguments(b: Builder, r: Request) -> dict[str, Any]:
-    """The buffer of records, those that are committed first, their strides, and the tables of trees."""
-    path, commit = b.dense(r.commit_path), r.commit
-    return sequence_strides(r.cu_seqlens is not None, r=r.records) | sequence_strides(False, c=commit) | {
-        "records": r.records, "commit": commit, "committed": r.num_committed, "parents": b.dense(r.parents),
-        "path": path, "M": 0 if path is None else path.shape[1], "C": 0 if commit is None else commit.shape[1],
-        "s_committed": 0 if commit is None else r.num_committed.stride(0),
-    }  # fmt: skip
+    launch_recurrent(
+        b, r, named | own, config.block_v, config.num_warps, config.row_bytes, enable_fp_fusion=False, **options
+    )
 
 
 def draft_arguments(b: Builder, r: Request, config: DraftConfig) -> dict[str, Any]:

@@ -9,15 +9,17 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
+from kda_core.triton_lib.chain_kernels import add_chain, in_rows
 from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.plan import Builder, View, changed, matrix_tile, token_tile
 from kda_core.triton_lib.segments import one_token_axis, segments_each, write_bounds, write_segments
+from kda_core_nvidia.backward_reverse import recurrences_kernel
 from kda_core_nvidia.choose import BackwardChoice, ForwardChoice
 from kda_core_nvidia.choose.chunk import JOIN_PRECISION, ROWS, TransitionsHopperConfig, most_of_several, split_scale
-from kda_core_nvidia.choose.fragments import as_fragments
+from kda_core_nvidia.choose.fragments import CHAIN_COLUMNS, CHAIN_WARPS, MOST_CHANNELS, as_fragments
 from kda_core_nvidia.join_hopper import join_hopper
-from kda_core_nvidia.segments import first_segments_kernel, join_kernel, reverse_transitions_kernel, transitions_kernel
+from kda_core_nvidia.segments import first_segments_kernel, join_kernel
 from kda_core_nvidia.transitions_hopper import reverse_transitions_hopper, transitions_hopper
 
 JOIN_ROWS = 16
@@ -77,14 +79,36 @@ def hopper_tiles(keys: View, P: View, D: View) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def chain_segments(
+    b: Builder, r: Request, count: int, choice: Choice, matrices: View, additions: View | None, reverse: bool = False,
+    **tensors: View | None,
+) -> None:  # fmt: skip
+    """Add a launch of ``chain_kernel``.
+
+    Args:
+        r: the call, of which ``count`` segments are joined.
+        matrices, additions: for Hopper; else transitions, and additions where ``reverse``.
+        tensors: what it reads and writes (``triton_lib.chain_kernels.add_chain``).
+    """
+    K, V = r.K, r.V
+    if isinstance(choice.transitions, TransitionsHopperConfig):
+        strides = {"S_M": 2 * K * K, "M_IN": 1, "M_OUT": K, "PART": K * K, "S_A": K * V, "A_K": V, "A_V": 1}
+        named = {"matrices": matrices, "additions": additions, **strides}
+    else:
+        named = in_rows(r, matrices, additions if reverse else None)
+    named |= {"BV": CHAIN_COLUMNS, "BK": padded(K), "IN_TURN": False, "STAGES": 1}
+    named["DOT"] = JOIN_PRECISION
+    add_chain(b, r, count, choice.segment_rows, named, CHAIN_WARPS, reverse=reverse, **tensors)
+
+
 class Segments:
     """Adds the launches that find the states at the starts of segments, and the gradients of states at their ends.
 
     Args:
         r: the call in segments. Rows of v and do are contiguous; bulk copies take them on Hopper.
         prepared: keys, P and D, then others, as ``prepare`` wrote them for ``r``.
-        call: the call itself, whose states, contiguous, are those of its first and its last segment; no transitions
-            begin or end there. None for fragments: all segments have transitions, which are results, and none a state.
+        call: the call itself, whose states, contiguous, are those of its first and its last segment; on Hopper no
+            transitions begin or end there. None for fragments: all segments have transitions, which are results.
         sequences: from ``cut_several``, else None.
     """
 
@@ -94,26 +118,20 @@ class Segments:
     ) -> None:  # fmt: skip
         self.b, self.r, self.call, self.sequences = b, r, call, sequences
         self.keys, self.P, self.D, *_ = prepared
-        self.config, self.rows = choice.transitions, choice.segment_rows
+        self.choice, self.config, self.rows = choice, choice.transitions, choice.segment_rows
         self.hopper = isinstance(self.config, TransitionsHopperConfig)
-        self.transitions: View | None = None
+        self.transitions: tuple[View, View | None] | None = None
 
     def _new(self, name: str, *layout: Any) -> View:
         return self.b.within(KEPT, *layout) if self.call is None else self.b.scratch(name, *layout)
 
     def _names(self, count: int) -> dict[str, Any]:
-        """Arguments of the launches for ``count`` segments, with the tensors that those for Hopper write."""
+        """Arguments of the launches for Hopper for ``count`` segments, with the tensors that they write."""
         r, call, sequences, config = self.r, self.call, self.sequences, self.config
         named = names(r) | {
-            "keys": self.keys, "D": self.D, "count": r.N, "PRECISION": "tf32", "EVERY": call is None,
+            "count": r.N, "EVERY": call is None,
             "initial_state": call and call.initial_state, "grad_final_state": call and call.grad_final_state,
-            "STAGES": config.stages,
-        }  # fmt: skip
-        if call is not None:
-            named["V_FIRST"] = call.state_v_first
-        if not self.hopper:
-            return named | {"BV": config.block_v}
-        named |= hopper_tiles(self.keys, self.P, self.D) | {
+            "STAGES": config.stages, **hopper_tiles(self.keys, self.P, self.D),
             "BR": config.rows, "UNROLL": config.unroll, "spare": 0, "forgotten": None, "sequences": sequences,
             "matrices": self._new("matrices of segments", (count, r.HV, 2, r.K, r.K), torch.bfloat16),
             "additions": self._new("additions of segments", (count, r.HV, r.K, r.V), torch.float32),
@@ -121,49 +139,51 @@ class Segments:
         if call is None:
             return named
         return named | {
-            "cu_seqlens": sequences and r.cu_seqlens, "chunks": self.rows // CHUNK,
+            "V_FIRST": call.state_v_first, "cu_seqlens": sequences and r.cu_seqlens, "chunks": self.rows // CHUNK,
             "spare": 0 if r.cu_seqlens is None else 1,
             "forgotten": self.b.scratch("forgotten", (count, r.HV, r.K // config.rows), torch.int32),
         }  # fmt: skip
 
     def add_transitions(self) -> dict[str, Any]:
-        """Add the transitions of segments.
-
-        Returns:
-            arguments of the launch, with "matrices" and "additions" for Hopper, else "transitions" [.., HV, VP + KP,
-            KP] in float32.
-        """
+        """Add the transitions of segments, for Hopper; arguments of the launch, with "matrices" and "additions"."""
         r, config, count = self.r, self.config, self.r.N - (self.call is not None and self.sequences is None)
         named = self._names(count)
-        if self.hopper:
-            own = {"values": token_tile(r.v, CHUNK, r.V, swizzled=True), "s_vh": r.v.stride(2)}
-            grid = (r.K // config.rows, count * r.HV)
-            self.b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
-            return named
-        rows = named["VP"] + named["KP"]
-        named["transitions"] = self._new("transitions", (count, r.HV, rows, named["KP"]), torch.float32)
-        grid = (rows // config.block_v, count * r.HV)
-        self.b.pick(transitions_kernel, grid, config.num_warps, named | row_strides(v=r.v)[1])
+        own = {"values": token_tile(r.v, CHUNK, r.V, swizzled=True), "s_vh": r.v.stride(2)}
+        grid = (r.K // config.rows, count * r.HV)
+        self.b.pick(transitions_hopper, grid, config.num_warps, named | own, maxnreg=config.registers)
         return named
 
     def add_reverse_transitions(self) -> dict[str, Any]:
-        """The same for gradients of states, from do; the arguments hold "additions", and for Hopper "matrices"."""
+        """The same for gradients of states, from do."""
         r, config, do, count = self.r, self.config, self.r.grad_o, self.r.N - (self.call is not None)
         named = self._names(count + (self.sequences is not None)) | {"o_scale": split_scale(r.scale, r.q.dtype)[1]}
-        if self.hopper:
-            if self.call is not None:
-                named["T"] = r.T * (r.N if r.cu_seqlens is None else 1)
-            tile = token_tile(do, CHUNK, r.V, swizzled=True)
-            own = {"s_oh": do.stride(2), "STAGES": config.reverse_stages, "gradients": tile}
-            grid, options = (r.K // config.rows, count * r.HV), {"maxnreg": config.reverse_registers}
-            self.b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, **options)
-            return named
-        shape = count, r.HV, named["VP"], named["KP"]
-        named["additions"] = self._new("additions of segments", shape, torch.float32)
-        own = row_strides(o=do)[1] | {"P": self.P, "do": do}
-        grid = (named["VP"] // config.block_v, count * r.HV)
-        self.b.pick(reverse_transitions_kernel, grid, config.num_warps, named | own)
+        if self.call is not None:
+            named["T"] = r.T * (r.N if r.cu_seqlens is None else 1)
+        tile = token_tile(do, CHUNK, r.V, swizzled=True)
+        own = {"s_oh": do.stride(2), "STAGES": config.reverse_stages, "gradients": tile}
+        grid, options = (r.K // config.rows, count * r.HV), {"maxnreg": config.reverse_registers}
+        self.b.pick(reverse_transitions_hopper, grid, config.num_warps, named | own, **options)
         return named
+
+    def add_plain(self) -> tuple[View, View | None]:
+        """Add the transitions of all segments, [segments, HV, VP + KP, KP] in float32, and, in one launch, those of
+        gradients of states in a backward, [segments, HV, VP, KP].
+        """
+        r, config, do = self.r, self.config, self.r.grad_o
+        KP, VP, heads = padded(r.K), padded(r.V), r.N * r.HV
+        transitions = self._new("transitions", (r.N, r.HV, VP + KP, KP), torch.float32)
+        additions = do and self._new("additions of segments", (r.N, r.HV, VP, KP), torch.float32)
+        programs, more = (VP + KP) // config.block_v * heads, VP // config.block_v * heads if do else 0
+        absent = ("X", "z", "states", "state_grads", "dv", "initial_state", "grad_final_state", "grad_initial_state")
+        named = names(r) | row_strides(v=r.v)[1] | row_strides(o=do or r.v)[1] | dict.fromkeys(absent) | {
+            "do": do, "keys": self.keys, "P": self.P, "D": self.D, "transitions": transitions, "additions": additions,
+            # Segments, also a batch of them, lie on one token axis.
+            "s_vb": 0, "s_ob": 0, "T_row": r.T, "o_scale": split_scale(r.scale, r.q.dtype)[1], "programs": programs,
+            "BV": config.block_v, "V_AS_OPERAND": False, "PRECISION": "tf32", "STAGES": config.stages,
+            "EVERY_SECOND": False,
+        }  # fmt: skip
+        self.b.pick(recurrences_kernel, programs + more, config.num_warps, named)
+        return transitions, additions
 
     def add_starts(self, states: View | None = None) -> View:
         """Compute the state at the start of every segment, [count, HV, V, K] in float32.
@@ -173,30 +193,40 @@ class Segments:
         """
         r = self.r
         states = states or self.b.scratch("states at starts", (r.N, r.HV, r.V, r.K), torch.float32)
-        named = self.add_transitions()
-        self.transitions = named.get("transitions")
-        self._add_join(named, self.call.initial_state, states)
+        if self.hopper:
+            self._add_join(self.add_transitions(), self.call.initial_state, states)
+        else:
+            self.transitions = self.add_plain()
+            self._join_plain(self.call.initial_state, states)
         return states
 
     def add_ends(self) -> View:
         """Compute the gradient of the state at the end of every segment, shaped alike; after ``add_starts``."""
         r = self.r
         states = self.b.scratch("gradients at ends", (r.N, r.HV, r.V, r.K), torch.float32)
-        named = self.add_reverse_transitions()
-        self._add_join(named, self.call.grad_final_state, states, reverse=True)
-        if not self.hopper:
-            self.b.free(named["additions"])
-            self.b.free(self.transitions)
+        if self.hopper:
+            self._add_join(self.add_reverse_transitions(), self.call.grad_final_state, states, reverse=True)
+        else:
+            self._join_plain(self.call.grad_final_state, states, reverse=True)
+            self.b.free(*self.transitions)
         return states
+
+    def _join_plain(self, given: View | None, states: View, reverse: bool = False) -> None:
+        r, call, (transitions, additions) = self.r, self.call, self.transitions
+        if r.K <= MOST_CHANNELS:
+            chain_segments(
+                self.b, call, r.N, self.choice, transitions, additions, reverse, given=given, states=states
+            )  # fmt: skip
+            return
+        named = names(call) | {
+            "given": given, "transitions": transitions, "additions": additions if reverse else None, "states": states,
+            "count": r.N, "REVERSE": reverse, "BV": JOIN_ROWS, "BK": 32, "PRECISION": JOIN_PRECISION,
+        }  # fmt: skip
+        self.b.pick(join_kernel, (named["VP"] // JOIN_ROWS, r.HV), 4, named)
 
     def _add_join(self, named: dict[str, Any], given: View | None, states: View, reverse: bool = False) -> None:
         r, call, config = self.r, self.call, self.config
         named = named | {"given": given, "states": states, "REVERSE": reverse}
-        if not self.hopper:
-            named |= {"transitions": self.transitions, "additions": named["additions"] if reverse else None}
-            named |= {"BV": JOIN_ROWS, "BK": min(32, named["KP"]), "PRECISION": JOIN_PRECISION}
-            self.b.pick(join_kernel, (named["VP"] // JOIN_ROWS, r.HV), 4, named)
-            return
         own = {n: names(call)[n] for n in ("indices", "s_index", "has_state", "s_has")}
         own |= named_state_strides("g", given, call.state_v_first) | {
             "matrices": matrix_tile(named["matrices"], r.K, r.K, swizzled=True), "BV": config.join_block,

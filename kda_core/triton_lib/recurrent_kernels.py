@@ -1,7 +1,5 @@
-"""Kernel of ``fused_recurrent_kda``: token by token, the state in registers from its one load to its last store.
-
-For steps, drafts and short sequences; prompts of more tokens have kernels of their own (``recurrent_blocks``), and so
-have some steps (``recurrent_step``).
+"""Kernel of ``fused_recurrent_kda``, and its arguments, the same for every Triton backend: token by token, the state in
+registers from its one load to its last store.
 
 With q and k as the caller gave them, r_q and r_k their factors (norm and, for q, scale), d = exp γ and S the state
 before the token, per value head:
@@ -9,26 +7,39 @@ before the token, per value head:
     y = r_k Sᵀ(k⊙d)      u = β(v − y)      o = r_q Sᵀ(q⊙d) + r_q r_k (q·k) u      S ← S + (d − 1)⊙S + k (r_k u)ᵀ
 
 so that both products wait for the old state only, and not for the norms. Slow channels use d − 1, fast ones d, for the
-reasons that ``factor`` has.
+reasons that ``factor`` has; or d is rounded, and its error goes into the next token's d (``factor.step_decay``).
+
+A pool: sequence n starts from slot indices[n, accepted − 1] (the first without counts) and leaves its last state in
+indices[n, 0], or, when a sequence has a slot for every token, the state after token i in indices[n, i]. A negative
+index or pad_slot_id as the first slot skips the sequence (its output is zero), as a later one it drops that state.
 
 Tiles: all key channels and BV value channels of one head, [BV, KP / KS, KS] when the state is stored V first and
 [KP / KS, KS, BV] otherwise. Triton gives the last dimension to neighbouring lanes and the one that it knows least about
 to registers, so that KS decides how many lanes share a row: a whole row each would be read best and summed worst (five
 shuffles a row and product, where three do for 32 float32 channels).
-Multiplications and additions are fused where this file says so and nowhere else: a compiler that chooses does so
-differently for one token and for several, and a step's bits would show how it was asked for.
+Where a step is compiled by itself (ONE_TOKEN), multiplications and additions are to be fused where this file says so
+and nowhere else: a compiler that chooses does so differently for one token and for several, and a step's bits would
+show how it was asked for.
 Grid: (N [+ 1] · HV · ceil(V / BV)), value blocks fastest, then heads; with packed sequences, "sequence" N is the rows
 behind the last one. Index arithmetic is int64 from the sequence up.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
+from kda_core.request import Request
+from kda_core.triton_lib.arguments import state_strides
 from kda_core.triton_lib.commit_kernels import ancestors_of, load_record, parent_of, token_of
-from kda_core.triton_lib.factor import decay_factor, decayed
+from kda_core.triton_lib.factor import multiplied, step_decay
+from kda_core.triton_lib.frame import names
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
+from kda_core.triton_lib.layout import power_of_two
 from kda_core.triton_lib.packing import is_padding, starts_from_state
+from kda_core.triton_lib.plan import Builder, View
 
 ZERO_ROWS = tl.constexpr(8)
 """Rows of output that are zeroed at once."""
@@ -131,12 +142,15 @@ def recurrent(
     IN_PLACE: tl.constexpr,
     EVERY_TOKEN: tl.constexpr,  # a slot for every token rather than one for the last
     ONE_TOKEN: tl.constexpr,  # dense and T = 1: there is no loop
+    AHEAD: tl.constexpr,  # rows are fetched while the token before them is computed, which takes registers
     MOST: tl.constexpr,  # tokens of a packed sequence; longer ones are left to other kernels. 0: no bound
     EVICTION: tl.constexpr,  # eviction policy of the load of the states
-    LEADS: tl.constexpr,  # the kernels for prompts follow, and may start before this one ends
+    LEAD: tl.constexpr,  # a device function that lets the kernels that follow start before this one ends, or None
+    SIGNED: tl.constexpr,  # decays below 0 stand for themselves and 1 (``factor``)
+    INDEX: tl.constexpr,  # integer type of a sequence's tokens
 ):  # fmt: skip
-    if LEADS:
-        gdc_launch_dependents()
+    if LEAD is not None:
+        LEAD()
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     i_v = pid % BLOCKS
@@ -147,7 +161,7 @@ def recurrent(
     m_k = o_k < K
     m_v = o_v < V
 
-    length = tl.full([], 1, tl.int32)
+    length = tl.full([], 1, INDEX)
     if not ONE_TOKEN:
         length *= T
     row = i_n
@@ -156,7 +170,7 @@ def recurrent(
         if i_n == N:
             zero_rows(o + i_h * s_oh, s_ot, s_ov, row, row * 0 + T, i_v, BLOCKS, V, VP)
             return
-        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(tl.int32)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - row).to(INDEX)
         if MOST:  # noqa: SIM102 (known when the kernel is compiled)
             if length > MOST:
                 return
@@ -178,7 +192,8 @@ def recurrent(
     p_v = v + row * s_vn + i_h * s_vh
     p_g = g + row * s_gn + i_h * s_gh
     p_beta = beta + row * s_bn + i_h * s_bh
-    next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
+    if AHEAD:
+        next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, length > 0, K, V)
     rate = gate_rate(A_log, i_h)
     bias = 0.0
     if dt_bias is not None:
@@ -226,13 +241,14 @@ def recurrent(
                 more = m + 1 < count
                 p_next = p_commit + token_of(path, tl.where(more, m + 1, 0), C) * s_ct
                 next_record_k, next_d, next_u = load_record(p_next, o_k, o_v, more, K, V)
-                S = decayed(S, along_k(b_d, V_FIRST))
+                S = multiplied(S, along_k(b_d, V_FIRST), SIGNED)
                 S = tl.fma(along_v(b_u, V_FIRST), along_k(b_k, V_FIRST), S)
             if count > 0:
                 tl.store(p_state, S.to(initial_state.dtype.element_ty), mask=m_state)
                 S = S.to(initial_state.dtype.element_ty).to(tl.float32)
                 m_read = m_state
 
+    lost = tl.zeros(o_k.shape, tl.float32)
     for t in range(0, length):
         if (parents is not None) & (not ONE_TOKEN):
             parent = parent_of(parents + i_n * T, t)
@@ -242,17 +258,21 @@ def recurrent(
                 # This program's own stores of the start and of u may be read by other threads of it.
                 tl.debug_barrier()
                 S = tl.load(p_state, mask=m_read, other=0.0).to(tl.float32)
+                lost = tl.zeros(o_k.shape, tl.float32)
                 for a in range(0, parent + 1):
                     if (ancestors >> a) & 1:
-                        # k and the decay anew: another program records them.
+                        # k and the decay anew: another program records them, and a decay's rounding goes on.
                         ancestor = tl.cast(a, tl.int64)
                         b_k = tl.load(k + row * s_kn + i_h // GROUP * s_kh + ancestor * s_kt + o_k, mask=m_k, other=0.0)
                         b_g = tl.load(g + row * s_gn + i_h * s_gh + ancestor * s_gt + o_k, mask=m_k, other=0.0)
                         p_record = records + row * s_rn + i_h * s_rh + ancestor * s_rt
                         b_u = tl.load(p_record + 2 * K + o_v, mask=m_v, other=0.0)
-                        factor = decay_factor(log2_decay(b_g.to(tl.float32), rate, bias, lower_bound, GATE))
-                        S = decayed(S, along_k(factor, V_FIRST))
+                        y = log2_decay(b_g.to(tl.float32), rate, bias, lower_bound, GATE)
+                        d, lost = step_decay(y, lost, SIGNED)
+                        S = multiplied(S, along_k(d, V_FIRST), SIGNED)
                         S = tl.fma(along_v(b_u, V_FIRST), along_k(b_k.to(tl.float32), V_FIRST), S)
+        if not AHEAD:
+            next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, True, K, V)
         b_q = next_q.to(tl.float32)
         b_k = next_k.to(tl.float32)
         b_v = next_v.to(tl.float32)
@@ -265,29 +285,30 @@ def recurrent(
             p_v += s_vt
             p_g += s_gt
             p_beta += s_bt
-            live = t + 1 < length
-            next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, live, K, V)
+            if AHEAD:
+                live = t + 1 < length
+                next_q, next_k, next_v, next_g, next_beta = load_row(p_q, p_k, p_v, p_g, p_beta, o_k, o_v, live, K, V)
         r_q = scale
         r_k = 1.0
         if L2NORM:
             r_q *= tl.rsqrt(tl.sum(b_q * b_q) + NORM_EPS)
             r_k *= tl.rsqrt(tl.sum(b_k * b_k) + NORM_EPS)
         qk = tl.sum(b_q * b_k) * (r_q * r_k)
-        factor = decay_factor(y)
-        k_d = decayed(b_k, factor)
-        q_d = decayed(b_q, factor)
+        d, lost = step_decay(y, lost, SIGNED)
+        k_d = multiplied(b_k, d, SIGNED)
+        q_d = multiplied(b_q, d, SIGNED)
         u = b_beta * (b_v - r_k * contract(S * along_k(k_d, V_FIRST), V_FIRST))
         b_o = r_q * contract(S * along_k(q_d, V_FIRST), V_FIRST) + qk * u
-        S = decayed(S, along_k(factor, V_FIRST))
+        S = multiplied(S, along_k(d, V_FIRST), SIGNED)
         S = tl.fma(along_v(r_k * u, V_FIRST), along_k(b_k, V_FIRST), S)
         tl.store(p_o + o_v.to(tl.int64) * s_ov, b_o.to(o.dtype.element_ty), mask=m_v)
         p_o += s_ot
         if records is not None:
-            # The terms of the line above, for ``commit_kernel``: k, the factor of the decay, and r_k u.
+            # The terms of the line above, for ``commit_kernel``: k, the decay, and r_k u.
             p_record = records + row * s_rn + i_h * s_rh + tl.cast(t, tl.int64) * s_rt
             m_own = o_k < tl.where(i_v == 0, K, 0)
             tl.store(p_record + o_k, b_k, mask=m_own)
-            tl.store(p_record + K + o_k, factor, mask=m_own)
+            tl.store(p_record + K + o_k, d, mask=m_own)
             tl.store(p_record + 2 * K + o_v, r_k * u, mask=m_v)
         if EVERY_TOKEN:
             i_slot = tl.load(p_slot + t * s_slot, mask=t < width, other=-1).to(tl.int64)
@@ -305,3 +326,63 @@ def recurrent(
                     m_state = tl.where(is_padding(i_state, pad_slot_id, slots), False, m_state)
                 p_last = final_state + i_state * s_fn + i_h * s_fh + tile_offsets(o_k, o_v, F_K, F_V, V_FIRST)
             tl.store(p_last, S.to(final_state.dtype.element_ty), mask=m_state)
+
+
+def sequence_strides(packed: bool, **views: View | None) -> dict[str, int]:
+    """Strides by sequence (a token's, when sequences are found by their first token), token and head; zeros of None."""
+    found = {}
+    for letter, x in views.items():
+        s_b, s_t, s_h = (0, 0, 0) if x is None else x.strides[:3]
+        found |= {f"s_{letter}n": s_t if packed else s_b, f"s_{letter}t": s_t, f"s_{letter}h": s_h}
+    return found
+
+
+def token_arguments(r: Request, final_state: View | None, o: View) -> dict[str, Any]:
+    """Arguments that the launches of a call share, by the kernels' names."""
+    s_in, s_ih, I_K, I_V = state_strides(r.initial_state, r.state_v_first)
+    s_fn, s_fh, F_K, F_V = state_strides(final_state, r.state_v_first)
+    strides = sequence_strides(r.cu_seqlens is not None, q=r.q, k=r.k, v=r.v, g=r.g, b=r.beta, o=o)
+    return names(r) | strides | {
+        "final_state": final_state, "o": o, "s_ov": o.stride(3), "s_in": s_in, "s_ih": s_ih, "s_fn": s_fn, "s_fh": s_fh,
+        "I_K": I_K, "I_V": I_V, "F_K": F_K, "F_V": F_V, "VP": power_of_two(r.V),
+    }  # fmt: skip
+
+
+def record_arguments(b: Builder, r: Request) -> dict[str, Any]:
+    """The buffer of records, those that are committed first, their strides, and the tables of trees."""
+    path, commit = b.dense(r.commit_path), r.commit
+    return sequence_strides(r.cu_seqlens is not None, r=r.records) | sequence_strides(False, c=commit) | {
+        "records": r.records, "commit": commit, "committed": r.num_committed, "parents": b.dense(r.parents),
+        "path": path, "M": 0 if path is None else path.shape[1], "C": 0 if commit is None else commit.shape[1],
+        "s_committed": 0 if commit is None else r.num_committed.stride(0),
+    }  # fmt: skip
+
+
+def _columns(table: View | None) -> tuple[int, int]:
+    """Stride and number of the columns of a table of slots."""
+    return (0, 1) if table is None or table.dim() == 1 else (table.stride(1), table.shape[1])
+
+
+def launch_recurrent(
+    b: Builder, r: Request, named: dict[str, Any], block_v: int, num_warps: int, row_bytes: int = 0, **options: Any
+) -> None:
+    """Add a launch of ``recurrent``.
+
+    Args:
+        named: ``token_arguments``, and ONE_TOKEN, AHEAD, MOST, EVICTION, LEAD, SIGNED and INDEX.
+        row_bytes: V first: how much of a row neighbouring lanes read at once, the rest lies in registers; 0: all.
+        options: of the compiler.
+    """
+    accepted, KP = r.num_accepted_tokens, power_of_two(r.K)
+    s_slot, width = _columns(r.ssm_state_indices)
+    s_final_slot, final_width = _columns(r.final_state_indices)
+    own = {
+        **record_arguments(b, r), "accepted": accepted, "s_accepted": 0 if accepted is None else accepted.stride(0),
+        "s_slot": s_slot, "width": width, "s_final_slot": s_final_slot, "final_width": final_width, "KP": KP,
+        "BV": block_v, "KS": min(KP, row_bytes // r.state_dtype.itemsize) if row_bytes and r.state_v_first else KP,
+        "IN_PLACE": r.written_states is not None and r.update_state and r.final_state_indices is None,
+        "EVERY_TOKEN": r.writes_every_token,
+    }  # fmt: skip
+    # With packed sequences one more set of programs zeroes the rows behind the last one.
+    programs = (r.N + (r.cu_seqlens is not None)) * r.HV * -(-r.V // block_v)
+    b.pick(recurrent, programs, num_warps, named | own, **options)
