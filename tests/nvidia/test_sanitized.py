@@ -78,6 +78,7 @@ CASES = [
     Case(name="in pairs, K 256", B=2, T=128, H=3, K=256, gate="lower bound", **BFLOAT16, **RAW),
     Case(name="whole chunks", B=2, T=2048, H=4, K=128, dtype=BF16, state=FP32, backward=True),
     Case(name="segments, float16", T=8300, H=1, K=128, dtype=FP16, decay="slow", state=FP32, backward=True),
+    Case(name="segments, K 256", **(SEGMENTS | {"T": 8300, "K": 256})),
     Case(name="segments", T=4130, H=2, K=128, dtype=BF16, decay="slow", state=FP32, backward=True),
     # Segments of one length, of which some are forgotten by the next.
     Case(name="segments, mixed decays", T=4096, H=1, K=128, dtype=BF16, decay="isolated", state=FP32, backward=True),
