@@ -347,7 +347,8 @@ def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
         if T == 1:
             records = empty(2, 4, HV, 384)
             more = {"records": records, "commit": records, "num_committed": slots[:, 0], "commit_inputs": x}
-            yield f"draft of a layer, {kind}", replace(call, **more)
+            draft = replace(call, **more)
+            yield f"draft of a layer, {kind}", draft
         else:
             call = replace(call, indices=slots, accepted=slots[:, 0], lower_bound=-5.0)
         rows = {n: getattr(call, n)[:, :T] for n in ("x", "g", "beta", "norm_gate")}
@@ -355,5 +356,7 @@ def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
         yield f"step of a layer, T {T}, {kind}", call
         if T == 1 and dtype == torch.bfloat16:
             # Many states may have another configuration.
-            rows = {n: x[:1].expand(32, *x.shape[1:]) for n, x in rows.items()}
-            yield f"step of a layer, N 32, {kind}", replace(call, indices=call.indices[:1].expand(32), **rows)
+            for name, few in (("draft", draft), ("step", call)):
+                rows = ("x", "g", "beta", "norm_gate", "indices", *(more if name == "draft" else ()))
+                many = {n: (x := getattr(few, n))[:1].expand(32, *x.shape[1:]) for n in rows}
+                yield f"{name} of a layer, N 32, {kind}", replace(few, **many)

@@ -247,11 +247,11 @@ def recurrent_draft(
             for j in gl.static_range(TAPS - 1):
                 gl.store(p_row, window[j], mask=o_part < 3)
                 p_row += s_cr
-        convolutions = gl.allocate_shared_memory(gl.float32, [TP * 4 * BV], FLAT)
+        convolutions = gl.allocate_shared_memory(gl.float32, [TP * 4 * SIZE], FLAT)
         for t in gl.static_range(TP):
             y = convolved_row(window, given[t], taps, b_bias, TAPS)
             window += (given[t],)
-            seen_as(convolutions, gl.float32, [TP, 4 * BV], FLAT).index(t).store(y.reshape([4 * BV]))
+            seen_as(convolutions, gl.float32, [TP, 4 * SIZE], FLAT).index(t).store(y.reshape([4 * SIZE]))
             window = window[1:]
         block_barrier()
         b_q = _part(convolutions, 0, TP, HALVES, ROWS)
@@ -327,7 +327,7 @@ def recurrent_draft(
             p_token, p_update = p_o + turn * BV, p_u + turn * BV
             for t in gl.static_range(CHUNK):
                 if TAPS:
-                    b_v = row(convolutions, 4 * t + 2, 4 * TP, BV, FLAT, OWN_COLUMN)
+                    b_v = row(convolutions, (4 * t + 2) * TURNS + turn, 4 * TP * TURNS, BV, FLAT, OWN_COLUMN)
                 else:
                     b_v = row(all_v, t * TURNS + turn, TP * TURNS, BV, FLAT, OWN_COLUMN)
                 y_k, y_q = products_of(products, t, TP, BV, FLAT, OWN_COLUMN)
@@ -383,7 +383,7 @@ def recurrent_draft(
         OWN_ROW: gl.constexpr = 4 if x.dtype.element_ty == gl.float32 else 8
         NORM: gl.constexpr = gl.BlockedLayout([1, OWN_ROW], [OWN_ROW // 4, 128 // OWN_ROW], [W, 1], [1, 0])
         o_row = gl.arange(0, TP, layout=gl.SliceLayout(1, NORM)).to(gl.int64)[:, None]
-        o_column = gl.arange(0, BV, layout=gl.SliceLayout(0, NORM))[None, :]
+        o_column = gl.arange(0, SIZE, layout=gl.SliceLayout(0, NORM))[None, :]
         m_row = o_row < T
         p_rows = o + i_n * s_on + i_h * s_oh + (o_row * s_ot + o_column)
         b_o = gl.load(p_rows, mask=m_row, other=0.0).to(gl.float32)

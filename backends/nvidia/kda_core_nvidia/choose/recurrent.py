@@ -100,8 +100,8 @@ class DraftConfig:
     turns: int = 1
 
 
-MOST_LAYER_DRAFTS = 512
-"""States N · HV in bfloat16 whose drafts one launch takes; for more, three are faster (H200: 1024 48 and 44 µs)."""
+MANY_LAYER_DRAFTS = 256
+"""The same for drafts of a layer, which always have a whole head."""
 
 
 # Measured on an H200 at H = 32, N = 1 to 256. Where a warp reads whole rows of float32, registers for two programs a
@@ -270,8 +270,8 @@ def choose_layer_step(r: DecodeStepRequest, chip: Chip) -> DraftConfig | None:
         return [c for least, c in table if N * HV >= least][-1] if T == 1 else None
     if max(T, 0 if r.commit is None else r.commit.shape[1]) > DRAFT_TOKENS:
         return None
-    if half and N * HV > MOST_LAYER_DRAFTS:
-        return None
+    if half and N * HV >= MANY_LAYER_DRAFTS:
+        return DraftConfig(112, True, 2)
     return DraftConfig(128, half or not r.state_v_first)
 
 
