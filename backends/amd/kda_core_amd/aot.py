@@ -29,6 +29,7 @@ SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
 
 KNOWN_LARGE_SPILLS = {
+    ("gfx1100", "prepare", 2, 128): 32,
     ("gfx1100", "recurrence", 2, 128): 16,
     ("gfx1100", "recurrence", 2, 256): 24,
     ("gfx1100", "recurrence", 4, 256): 24,
