@@ -70,7 +70,8 @@ class Resources:
         found = []
         operand = next(job.launch.views()).itemsize
         width = 128 if job.arguments.get("KP", 0) <= 128 else 256
-        more = [n for n in ("h", "checkpoints", "additions") if job.arguments.get(n) is not None]
+        kinds = "h", "checkpoints", "states", "transitions", "additions"
+        more = [n for n in kinds if job.arguments.get(n) is not None]
         name = ", ".join([job.launch.name, *more])
         stated = KNOWN_LARGE_SPILLS if job.large else {}
         limit, lds = stated.get((job.arch, name, operand, width), SPILL_LIMIT), ARCHITECTURES[job.arch].lds

@@ -1,6 +1,10 @@
-"""Sequential kernel of the forward: from ``prepare``'s tensors to outputs, final and intermediate states.
+"""The sequential kernel: from ``prepare``'s tensors to outputs, final and intermediate states.
 
-    r = v − ke S        o = qg S + P r        S ← D ⊙ S + kAᵀ r
+    r = v − ke S        o = qg S + P r        z = X r        S ← D ⊙ S + kAᵀ r
+
+A backward stores z of every row (the delta rule writes the rows β ⊙ z) and the state at the start of every slot, and no
+outputs. The transitions of segments (``kda_core.triton_lib.segments``) store neither: b is what the recurrence makes of
+no state, M what it makes of the identity without values.
 
 The state is held transposed, Sᵀ [BV, KP] in float32 registers, so that it (and r) is the left operand of every product
 and its accumulator: an accumulator's rows stay in the lanes that hold them, and turn into a left operand there. It is a
@@ -78,9 +82,12 @@ def reverse_step(
 @triton.jit(do_not_specialize=_NUMBERS)
 def recurrence(
     keys,  # [slots, HV, 3, C, KP]
-    P,  # [slots, HV, C, C]
+    P, X,  # [slots, HV, C, C]; P for o, X for z
     D,  # [slots, HV, KP]
-    v, o,  # [B, T, HV, V]
+    v, o,  # [B, T, HV, V]; o may be None
+    z,  # [slots, HV, C, VP] or None
+    states,  # [slots, HV, VP, KP] or None
+    transitions,  # [N, HV, VP + KP, KP]: bᵀ and below it Mᵀ of sequences that are segments; or None
     initial_state,  # [N or slots of a pool, HV, K, V] (or [..., V, K]) or None
     final_state,  # likewise; the pool itself when indices is given
     h,  # [B, NT, HV, K, V] (or [..., V, K]) contiguous, or None
@@ -93,7 +100,7 @@ def recurrence(
     s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, s_in, s_ih, s_ik, s_iv, s_fn, s_fh, s_fk, s_fv, s_index, pad_slot_id, slots,
     s_has, s_final, final_slots, s_cn, s_ch, s_ck, s_cv, s_row, s_column, columns, checkpoint_slots,
     every, piece,  # chunks, and rows, from checkpoint to checkpoint
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,  # key channels of a block of the state
     C: tl.constexpr, LIFT: tl.constexpr,
     UNIT: tl.constexpr,  # batch strides are given in this many elements, so that alignment shows
@@ -108,7 +115,7 @@ def recurrence(
     i_n = i_nh // HV
     i_h = i_nh % HV
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
+    o_v = i_v * BV + tl.arange(0, BV)  # past VP: a row of Mᵀ, which starts as one of the identity's and has no values
     o_r = tl.arange(0, C)
     m_v = o_v < V
 
@@ -127,6 +134,10 @@ def recurrence(
     if has_state is not None:
         m_read = tl.where(starts_from_state(has_state, i_n, s_has), m_read, False)
     S = load_state(p_state, o_v, m_read, s_ik, s_iv, K, KP, BV, BK)
+    if transitions is not None:
+        S = ()
+        for i_k in tl.static_range(KP // BK):
+            S += (((o_v - VP)[:, None] == (i_k * BK + o_k)[None, :]).to(tl.float32),)
 
     dtype = v.dtype.element_ty
     count = (length + C - 1) // C
@@ -143,12 +154,15 @@ def recurrence(
     P += first_chunk * (C * C)
     D += first_chunk * KP
     v += i_b * s_vb + bos * s_vt + i_h * s_vh
-    o += i_b * s_ob + bos * s_ot + i_h * s_oh
     o_row = o_r.to(tl.int64)[None, :]
     o_vr = o_row * s_vt + o_v[:, None]
-    o_or = o_row * s_ot + o_v[:, None]
+    if o is not None:
+        o += i_b * s_ob + bos * s_ot + i_h * s_oh
+        o_or = o_row * s_ot + o_v[:, None]
+    o_cc = o_r[None, :] * C + o_r[:, None]
     o_ck = o_r[:, None] * KP + o_k[None, :]
     o_kc = o_r[None, :] * KP + o_k[:, None]
+    o_s = o_v[:, None] * KP + o_k[None, :]
     if h is not None:
         h += (chunks_before(cu_seqlens, i_n, length, C * H_EVERY) * HV + i_h) * (K * V)
         if V_FIRST:
@@ -189,16 +203,24 @@ def recurrence(
         known = tl.zeros([BV, C], tl.float32)
         for i_k in tl.static_range(KP // BK):
             b_s = S[i_k].to(dtype)
-            b_o = tl.dot(b_s, tl.load(p_keys + C * KP + i_k * BK + o_kc), b_o, input_precision=DOT)
+            if states is not None:
+                tl.store(states + (first_chunk + i_chunk * HV) * (VP * KP) + i_k * BK + o_s, b_s)
+            if o is not None:
+                b_o = tl.dot(b_s, tl.load(p_keys + C * KP + i_k * BK + o_kc), b_o, input_precision=DOT)
             known = tl.dot(b_s, tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
         if LIFT != 1:
             b_o *= 1 / LIFT
             known *= 1 / LIFT
         b_r = (b_v - known).to(dtype)
-        b_p = tl.load(P + i_chunk * HV * (C * C) + (o_r[None, :] * C + o_r[:, None]))
-        b_o = tl.dot(b_r, b_p, b_o, input_precision=DOT)
+        if z is not None:
+            i_slot = first_chunk + i_chunk * HV
+            b_z = tl.dot(b_r, tl.load(X + i_slot * (C * C) + o_cc), input_precision=DOT)
+            tl.store(z + i_slot * (C * VP) + o_r[None, :] * VP + o_v[:, None], b_z.to(dtype))
+        if o is not None:
+            b_o = tl.dot(b_r, tl.load(P + i_chunk * HV * (C * C) + o_cc), b_o, input_precision=DOT)
         S = step(S, b_r, p_keys, p_decay, o_ck, C, KP, BK, DOT)
-        tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
+        if o is not None:
+            tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
         if PIECES:
             # Counted: with ``chunk_of_pieces``, whose divisions are of 64 bits, lanes of RDNA spill.
             within += 1
@@ -214,6 +236,8 @@ def recurrence(
         )  # fmt: skip
         if i_kept >= 0:
             store_state(checkpoint_pool + i_kept * s_cn + i_h * s_ch, S, o_v, m_v, s_ck, s_cv, K, KP, BK)
+    if transitions is not None:
+        store_state(transitions + i_nh * ((VP + KP) * KP), S, o_v, o_v < VP + KP, 1, KP, KP, KP, BK)
     if final_state is not None:
         if final_indices is not None:
             i_state = tl.load(final_indices + i_n * s_final).to(tl.int64)

@@ -12,16 +12,15 @@ from collections.abc import Callable
 import torch
 
 from kda_core.request import Request
-from kda_core.triton_lib.arguments import named_state_strides, row_strides
+from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.layout import CHUNK, piece_rows, slots
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
 from kda_core.triton_lib.segments import cut_into_pieces, in_one, written_evenly
 from kda_core_amd.choose import Architecture
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import add_transitions, cut, join
+from kda_core_amd.plans.segments import add_recurrence, add_transitions, cut, join
 from kda_core_amd.prepare import prepare
-from kda_core_amd.recurrence import recurrence
 
 
 def add_prepare(f: Frame, o: View, backward: bool = False, new: Callable[..., View] | None = None) -> None:
@@ -41,21 +40,6 @@ def add_prepare(f: Frame, o: View, backward: bool = False, new: Callable[..., Vi
     unit, strides = row_strides(q=names["q"], k=names["k"], g=names["g"], b=names["beta"], o=o)
     chosen = f.config("prepare")
     f.launch(prepare, chosen, count * HV, o=o, BK=min(chosen.block, KP), UNIT=unit, **strides)
-
-
-def add_recurrence(
-    f: Frame, o: View, initial_state: View | None, final_state: View | None, h: View | None = None
-) -> None:
-    """Add a launch of ``recurrence``, which writes ``o``, ``final_state`` and ``h``."""
-    r, chosen = f.r, f.config("recurrence, pieces" if f.names["PIECES"] else "recurrence")
-    blocks, heads = f.blocks(chosen), r.N * r.HV
-    unit, strides = row_strides(v=f.names["v"], o=o)
-    f.launch(
-        recurrence, chosen, heads * -(-r.V // blocks["BV"]), o=o, initial_state=initial_state,
-        final_state=final_state, h=h, programs=heads, UNIT=unit, H_EVERY=r.chunk_size // CHUNK, **blocks, **strides,
-        **named_state_strides("i", initial_state, r.state_v_first),
-        **named_state_strides("f", final_state, r.state_v_first),
-    )  # fmt: skip
 
 
 def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, ...] = ()) -> Plan:
@@ -78,7 +62,7 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
         # States at the starts of the segments, as if these were given.
         starts = b.scratch("states at starts", (f.r.N, r.HV, r.V, r.K), torch.float32)
         join(f, r, rows, add_transitions(f), given=r.initial_state, states=starts, ends=final_state)
-        add_recurrence(f, o, starts, None)
+        add_recurrence(f, "recurrence", r.V, starts, o=o)
     else:
         f = Frame(b, r, chip)
         if piece_rows(r):
@@ -88,5 +72,6 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
             f.names |= {n: pieces.names[n] for n in ("keys", "P", "D")}
         else:
             add_prepare(f, o)
-        add_recurrence(f, o, r.initial_state, final_state, h)
+        name = "recurrence, pieces" if piece_rows(r) else "recurrence"
+        add_recurrence(f, name, r.V, r.initial_state, final_state, o, h=h)
     return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state, "h": h})

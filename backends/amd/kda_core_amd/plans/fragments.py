@@ -16,9 +16,9 @@ from kda_core.triton_lib.plan import Builder, Plan, input_layouts
 from kda_core.triton_lib.segments import ends_of, segments_of, sent, sent_back
 from kda_core_amd.choose import Architecture, fragment_rows
 from kda_core_amd.plans.backward import add_gradients, add_recurrences
-from kda_core_amd.plans.forward import add_prepare, add_recurrence
+from kda_core_amd.plans.forward import add_prepare
 from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import add_reverse_transitions, add_transitions, cut, join
+from kda_core_amd.plans.segments import add_recurrence, add_reverse_transitions, add_transitions, cut, join
 
 
 def saved_specs(r: Request, chip: Architecture) -> tuple[TensorSpec, ...]:
@@ -58,7 +58,7 @@ def plan_finish(r: Request, chip: Architecture) -> Plan:
     states = (b.result if r.save_for_backward else b.scratch)("starts", (f.r.N, r.HV, r.V, r.K), torch.float32)
     final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
     join(f, r, fragment_rows(r), transitions, starts=starts, states=states, ends=final_state)
-    add_recurrence(f, o, states, None)
+    add_recurrence(f, "recurrence", r.V, states, o=o)
     results = {"o": o, "final_state": final_state, "h": None}
     return b.plan(input_layouts(r), results | ({"starts": states} if r.save_for_backward else {}))
 

@@ -44,7 +44,7 @@ class Frame:
         KP, VP = self.names["KP"], self.names["VP"]
         return {"BV": min(chosen.block, VP), "BK": min(chosen.keys or KP, KP)}
 
-    def launch(self, kernel: Any, chosen: Config, grid: int, /, **own: Any) -> None:
+    def launch(self, kernel: Any, chosen: Config, grid: int | tuple[int, int], /, **own: Any) -> None:
         """Add a launch of ``grid`` programs, if any; ``own``: values that no other launch takes."""
         given = {"STAGES": chosen.stages, "LEVEL_LOOP": chosen.level_loop, **self.names, **own}
         self.b.pick(kernel, grid, chosen.num_warps, given, **compile_options(chosen, self.chip))

@@ -1,4 +1,4 @@
-"""Launches of the recurrences of a backward, for sequences or for the transitions of segments, and what joins these."""
+"""Launches of the recurrences, for sequences or for the transitions of segments, and of what joins these."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.chain_kernels import add_chain, in_rows
+from kda_core.triton_lib.layout import CHUNK
 from kda_core.triton_lib.plan import Builder, View
 from kda_core.triton_lib.segments import packed_segments, write_bounds
 from kda_core_amd.backward_reverse import reverse_kernel
-from kda_core_amd.backward_states import states_kernel
 from kda_core_amd.choose import Architecture, compile_options, dot_widths
 from kda_core_amd.plans.frame import Frame
+from kda_core_amd.recurrence import recurrence
 
 
 def cut(b: Builder, r: Request, chip: Architecture, rows: int) -> Frame:
@@ -27,10 +28,11 @@ def cut(b: Builder, r: Request, chip: Architecture, rows: int) -> Frame:
 
 
 def launch_recurrence(f: Frame, kernel: Any, name: str, columns: int, rows: dict[str, View], **own: Any) -> None:
-    """Add a launch of ``states_kernel`` or ``reverse_kernel``.
+    """Add a launch of ``recurrence`` or ``reverse_kernel``.
 
     Args:
-        columns: VP, or more with rows of matrices.
+        name: of the configuration.
+        columns: value channels, or VP and more with rows of matrices.
         rows: tensors [B, T, HV, V], by the letter of their strides.
         own: other arguments.
     """
@@ -39,7 +41,24 @@ def launch_recurrence(f: Frame, kernel: Any, name: str, columns: int, rows: dict
     if columns > f.names["VP"]:
         blocks["BV"] = min(blocks["BV"], f.names["KP"])
     own = {"programs": programs, "UNIT": unit, **blocks, **strides, **own}
-    f.launch(kernel, chosen, columns // blocks["BV"] * programs, **own)
+    f.launch(kernel, chosen, -(-columns // blocks["BV"]) * programs, **own)
+
+
+def add_recurrence(
+    f: Frame, name: str, columns: int, initial_state: View | None = None, final_state: View | None = None,
+    o: View | None = None, **written: View | None,
+) -> None:  # fmt: skip
+    """Add a launch of ``recurrence``; ``name`` and ``columns`` as for ``launch_recurrence``.
+
+    Args:
+        written: other tensors, by their names there.
+    """
+    v, v_first = f.names["v"], f.r.state_v_first
+    launch_recurrence(
+        f, recurrence, name, columns, {"v": v, "o": o or v}, initial_state=initial_state, final_state=final_state, o=o,
+        H_EVERY=f.r.chunk_size // CHUNK, **dict.fromkeys(("X", "z", "states", "transitions", "h")) | written,
+        **named_state_strides("i", initial_state, v_first), **named_state_strides("f", final_state, v_first),
+    )  # fmt: skip
 
 
 def add_transitions(f: Frame, new: Callable[..., View] | None = None) -> View:
@@ -51,10 +70,7 @@ def add_transitions(f: Frame, new: Callable[..., View] | None = None) -> View:
     """
     KP, columns = f.names["KP"], f.names["VP"] + f.names["KP"]
     transitions = (new or f.b.scratch)("transitions", (f.r.N, f.r.HV, columns, KP), torch.float32)
-    launch_recurrence(
-        f, states_kernel, "states", columns, {"v": f.names["v"]}, initial_state=None, X=None, z=None, states=None,
-        transitions=transitions, **named_state_strides("i", None, False),
-    )  # fmt: skip
+    add_recurrence(f, "states", columns, transitions=transitions)
     return transitions
 
 
