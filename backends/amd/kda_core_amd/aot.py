@@ -23,7 +23,7 @@ from kda_core.triton_lib import ahead_of_time as tool
 from kda_core.triton_lib.plan import Plan, View
 from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, LEAST_ROWS, MOST_KEYS, MOST_SEGMENTS, Architecture
-from kda_core_amd.plans.fragments import saved_specs
+from kda_core_amd.plans.forward import saved_specs
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""

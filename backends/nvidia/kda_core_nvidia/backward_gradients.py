@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid
-from kda_core.triton_lib.levels import apart, to_reference
 from kda_core.triton_lib.packing import rows_of_slot
+from kda_core.triton_lib.squares import apart, to_reference
 from kda_core_nvidia.backward_levels import interval_sum, log2_decay, rounded, split3
 from kda_core_nvidia.backward_states import load_state
 from kda_core_nvidia.prepare import INTERPRETED

@@ -26,12 +26,13 @@ from kda_core.triton_lib.arguments import named_state_strides, row_strides
 from kda_core.triton_lib.finish_kernels import finish_kernel
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, Plan, Sum, View, input_layouts
+from kda_core.triton_lib.segments import ends_of, sent_back
 from kda_core_amd.backward_gradients import gradients_kernel
 from kda_core_amd.backward_reverse import reverse_kernel
-from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture
-from kda_core_amd.plans.forward import add_prepare
-from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import (
+from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture, fragment_rows
+from kda_core_amd.plans.forward import add_prepare, frame_of_fragments
+from kda_core_amd.plans.launches import (
+    Frame,
     add_recurrence,
     add_reverse_transitions,
     add_transitions,
@@ -142,3 +143,34 @@ def _add_finish(f: Frame) -> dict[str, View]:
         dk=grads["k"], dbeta_partial=None, dbeta=None, rows=rows, T_row=0, HO=r.HV, NK=1, R=FINISH_ROWS, **strides,
     )  # fmt: skip
     return grads
+
+
+def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
+    """The first half of a backward; results: matrices (none: those of the forward), additions, and what it keeps."""
+    b = Builder()
+    f = frame_of_fragments(b, r, chip)
+    dv = b.result("dv", r.v.shape, r.v.dtype)
+    add_prepare(f, dv, backward=True, new=b.result)
+    transitions, additions = add_transitions(f, b.result), add_reverse_transitions(f, b.result)
+    summary, sums = sent_back(b, r)
+    join(f, r, fragment_rows(r), transitions, additions, summary=summary, sums=sums)
+    kept = {"dv": dv, **{n: f.names[n] for n in ("keys", "P", "D", "X")}, "transitions": transitions}
+    return b.plan(input_layouts(r), {"matrices": summary, "additions": sums, **kept, "of segments": additions})
+
+
+def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
+    """The second half; ``r.saved`` holds the states at the segments' starts, what the first half kept, and the
+    gradients of the states at the fragments' ends.
+    """
+    b = Builder()
+    starts, dv, keys, P, D, X, transitions, additions, ends = r.saved
+    f = frame_of_fragments(b, r, chip)
+    f.names |= {"dv": dv, "keys": keys, "P": P, "D": D, "X": X}
+    last = b.scratch("gradients at ends", starts.shape, torch.float32)
+    grad_starts = ends_of(b, r, "dinitial_state", torch.float32) if "initial_state" in r.needs_grad else None
+    join(f, r, fragment_rows(r), transitions, additions, starts=ends, states=last, ends=grad_starts)
+    f.r = replace(f.r, initial_state=starts, grad_final_state=last)
+    add_recurrences(f, None)
+    b.release(keys, P, D, X)
+    grads = add_gradients(f) | {"initial_state": grad_starts}
+    return b.plan(input_layouts(r), {n: x for n, x in grads.items() if x is not None})

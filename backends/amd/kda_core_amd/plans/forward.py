@@ -2,24 +2,27 @@
 
 One long sequence with few heads is cut (``segments``), which takes two more between them and one before.
 
-``kda_core.triton_lib.layout`` has the layout of what passes between them, and the equations.
+Fragments of sequences that several devices share are sequences, cut into segments where heads are few. The first half
+of such a call ends with the matrix and the addition of each fragment; the second begins with the states at their starts
+(in a backward: their gradients at the ends). A backward is given the states at the starts of segments, and nothing else
+of the forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from kda_core.request import Request
+from kda_core.request import Request, TensorSpec
 from kda_core.triton_lib.arguments import row_strides
 from kda_core.triton_lib.frame import finish_output, outputs
 from kda_core.triton_lib.layout import CHUNK, piece_rows, slots
 from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
-from kda_core.triton_lib.segments import cut_into_pieces, in_one, written_evenly
-from kda_core_amd.choose import Architecture
-from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import add_recurrence, add_transitions, cut, join
+from kda_core.triton_lib.segments import cut_into_pieces, ends_of, in_one, segments_of, sent, written_evenly
+from kda_core_amd.choose import Architecture, fragment_rows
+from kda_core_amd.plans.launches import Frame, add_recurrence, add_transitions, cut, join
 from kda_core_amd.prepare import prepare
 
 
@@ -75,3 +78,45 @@ def plan_forward(r: Request, chip: Architecture, rows: int, h_shape: tuple[int, 
         name = "recurrence, pieces" if piece_rows(r) else "recurrence"
         add_recurrence(f, name, r.V, r.initial_state, final_state, o, h=h)
     return b.plan(input_layouts(r), {"o": finish_output(b, r, o), "final_state": final_state, "h": h})
+
+
+def saved_specs(r: Request, chip: Architecture) -> tuple[TensorSpec, ...]:
+    """The states at the starts of segments, which the second half of a forward saves.
+
+    A whole call saves nothing, with ``disable_recompute`` as well: its backward computes all again from the inputs.
+    """
+    if not r.cp_context:
+        return ()
+    return (TensorSpec((segments_of(r, fragment_rows(r)), r.HV, r.V, r.K), torch.float32),)
+
+
+def frame_of_fragments(b: Builder, r: Request, chip: Architecture) -> Frame:
+    """The call in segments; its boundaries are contiguous."""
+    return cut(b, replace(r, cu_seqlens=b.dense(r.cu_seqlens)), chip, fragment_rows(r))
+
+
+def plan_begin(r: Request, chip: Architecture) -> Plan:
+    """The first half of a forward; results: matrices, additions, then what the second half is given."""
+    b = Builder()
+    o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
+    f = frame_of_fragments(b, r, chip)
+    add_prepare(f, o, new=b.result)
+    transitions = add_transitions(f, b.result)
+    summary = sent(b, r)
+    join(f, r, fragment_rows(r), transitions, summary=summary)
+    kept = {"o": o, **{n: f.names[n] for n in ("keys", "P", "D")}, "transitions": transitions}
+    return b.plan(input_layouts(r), {"matrices": summary, "additions": None, **kept})
+
+
+def plan_finish(r: Request, chip: Architecture) -> Plan:
+    """The second half; ``r.saved`` holds what the first half kept, and the states at the fragments' starts."""
+    b = Builder()
+    o, keys, P, D, transitions, starts = r.saved
+    f = frame_of_fragments(b, r, chip)
+    f.names |= {"keys": keys, "P": P, "D": D}
+    states = (b.result if r.save_for_backward else b.scratch)("starts", (f.r.N, r.HV, r.V, r.K), torch.float32)
+    final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
+    join(f, r, fragment_rows(r), transitions, starts=starts, states=states, ends=final_state)
+    add_recurrence(f, "recurrence", r.V, states, o=o)
+    results = {"o": o, "final_state": final_state, "h": None}
+    return b.plan(input_layouts(r), results | ({"starts": states} if r.save_for_backward else {}))
