@@ -50,8 +50,7 @@ from kda_core_nvidia.choose.backward import (
     rows_readable,
 )
 from kda_core_nvidia.choose.chunk import ROWS, HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of
-from kda_core_nvidia.plans.fragments import like_segments, reverse_segments
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of, like_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.segments import (
     KEPT,
@@ -109,7 +108,7 @@ def _add_begin(
     if not call.disable_recompute:
         prepared = w.prepare(dv, lambda name, *layout: b.within(KEPT if name == "D" else READ_FIRST, *layout))
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
-    segments = reverse_segments(b, w.r, choice, prepared)
+    segments = Segments(b, w.r, choice, prepared).add(reverse=True)
     summary, sums = sent_back(b, call)
     chain_segments(b, w.whole, w.r.N, choice, *segments, reverse=True, summary=summary, sums=sums)
     return summary, sums, {"dv": dv, **new, **{f"segments {i}": x for i, x in enumerate(segments)}}
