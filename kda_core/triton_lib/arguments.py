@@ -81,3 +81,15 @@ def lift(dtype: torch.dtype, l2norm: bool, scale: float = 1.0) -> float:
         return 1.0
     room = 256.0 if l2norm else 16.0
     return room if abs(scale) <= 1 else math.ldexp(room, -math.frexp(scale)[1])
+
+
+IN_HALVES = "a sequence over several devices in two halves"
+
+
+def rejected_in_halves(r: Request) -> str | None:
+    """Why no backend's hooks in halves serve the options of a call, or None."""
+    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
+    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
+    named["initial_state"] = r.initial_state is not None
+    given = [n for n, x in named.items() if x]
+    return f"{IN_HALVES}: without {', '.join(given)}" if given else None

@@ -149,10 +149,6 @@ def recurrence(
         each = chunks_of_piece(piece, C)
         at = tl.zeros_like(i_n)
         within = tl.zeros_like(i_n)
-    first_chunk = first_slot * HV + i_h
-    keys += first_chunk * (3 * C * KP)
-    P += first_chunk * (C * C)
-    D += first_chunk * KP
     v += i_b * s_vb + bos * s_vt + i_h * s_vh
     o_row = o_r.to(tl.int64)[None, :]
     o_vr = o_row * s_vt + o_v[:, None]
@@ -178,10 +174,10 @@ def recurrence(
             first = at + within * C
             left = tl.minimum(piece - within * C, length - first)
             i_chunk = (begin + at) // C + first_piece + within
-        p_keys = keys + i_chunk * HV * (3 * C * KP)
+        i_slot = (first_slot + i_chunk) * HV + i_h
+        p_keys = keys + i_slot * (3 * C * KP)
         m_row = (o_r < left)[None, :] & m_v[:, None]
         b_v = tl.load(v + first * s_vt + o_vr, mask=m_row, other=0.0).to(tl.float32)
-        p_decay = D + i_chunk * HV * KP + o_k
         if h is not None:  # noqa: SIM102 (one is known when the kernel is compiled, the other is not)
             if i % H_EVERY == 0:
                 p_h = h + (i_chunk // H_EVERY) * HV * (K * V)
@@ -204,7 +200,7 @@ def recurrence(
         for i_k in tl.static_range(KP // BK):
             b_s = S[i_k].to(dtype)
             if states is not None:
-                tl.store(states + (first_chunk + i_chunk * HV) * (VP * KP) + i_k * BK + o_s, b_s)
+                tl.store(states + i_slot * (VP * KP) + i_k * BK + o_s, b_s)
             if o is not None:
                 b_o = tl.dot(b_s, tl.load(p_keys + C * KP + i_k * BK + o_kc), b_o, input_precision=DOT)
             known = tl.dot(b_s, tl.load(p_keys + i_k * BK + o_kc), known, input_precision=DOT)
@@ -213,12 +209,11 @@ def recurrence(
             known *= 1 / LIFT
         b_r = (b_v - known).to(dtype)
         if z is not None:
-            i_slot = first_chunk + i_chunk * HV
             b_z = tl.dot(b_r, tl.load(X + i_slot * (C * C) + o_cc), input_precision=DOT)
             tl.store(z + i_slot * (C * VP) + o_r[None, :] * VP + o_v[:, None], b_z.to(dtype))
         if o is not None:
-            b_o = tl.dot(b_r, tl.load(P + i_chunk * HV * (C * C) + o_cc), b_o, input_precision=DOT)
-        S = step(S, b_r, p_keys, p_decay, o_ck, C, KP, BK, DOT)
+            b_o = tl.dot(b_r, tl.load(P + i_slot * (C * C) + o_cc), b_o, input_precision=DOT)
+        S = step(S, b_r, p_keys, D + i_slot * KP + o_k, o_ck, C, KP, BK, DOT)
         if o is not None:
             tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
         if PIECES:

@@ -95,7 +95,7 @@ def add_recurrence(
     v, v_first = f.names["v"], f.r.state_v_first
     launch_recurrence(
         f, recurrence, name, columns, {"v": v, "o": o or v}, initial_state=initial_state, final_state=final_state, o=o,
-        H_EVERY=f.r.chunk_size // CHUNK, **dict.fromkeys(("X", "z", "states", "transitions", "h")) | written,
+        P=o and f.names["P"], H_EVERY=f.r.chunk_size // CHUNK, **dict.fromkeys(("X", "z", "states", "transitions", "h")) | written,
         **named_state_strides("i", initial_state, v_first), **named_state_strides("f", final_state, v_first),
     )  # fmt: skip
 
