@@ -13,7 +13,6 @@ import triton.language as tl
 
 from kda_core.triton_lib.packing import rows_of_sequence
 from kda_core.triton_lib.state_blocks import load_state, store_state
-from kda_core_amd.recurrence import reverse_step
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "HV", "programs", "s_ob", "s_vb"])
@@ -82,7 +81,18 @@ def reverse_kernel(
         b_dv = tl.dot(b_do, tl.load(P + i_chunk * (C * C) + o_cc), b_dv, input_precision=DOT).to(dtype)
         if dv is not None:
             tl.store(dv + i_row * s_vt + o_vr, b_dv, mask=m_row)
-        dS = reverse_step(dS, b_do, b_dv, p_keys, D + i_chunk * KP, o_k, o_ck, C, KP, BK, LIFT, DOT)
+        before = ()
+        for i_k in tl.static_range(KP // BK):
+            # One address and a block's channels: a block of addresses would fill registers.
+            block = dS[i_k] * tl.load(D + i_chunk * KP + i_k * BK + o_k)[None, :]
+            if LIFT != 1:
+                block *= LIFT
+            block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
+            block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
+            if LIFT != 1:
+                block *= 1 / LIFT
+            before += (block,)
+        dS = before
     if grad_initial_state is not None:
         store_state(grad_initial_state + i_n * s_in + i_h * s_ih, dS, o_v, m_v, s_ik, s_iv, K, KP, BK)
     if additions is not None:

@@ -15,8 +15,14 @@ from kda_core.triton_lib.plan import Plan, metadata
 from kda_core.triton_lib.run import INTERPRET
 from kda_core_amd import choose
 from kda_core_amd.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
-from kda_core_amd.plans.forward import plan_begin, plan_finish, plan_forward, saved_specs
-from kda_core_amd.plans.recurrent import add_recurrent, plan_recurrent
+from kda_core_amd.plans.forward import (
+    add_recurrent,
+    plan_begin,
+    plan_finish,
+    plan_forward,
+    plan_recurrent,
+    saved_specs,
+)
 
 LAYER_LANES = 128
 """Lanes of a program of the kernels around the operator in a layer: two waves of 64, four of 32."""

@@ -38,47 +38,6 @@ _NUMBERS = [
 """Parameters that are not specialised: most of them change with the lengths of the sequences."""
 
 
-@triton.jit
-def step(S, b_r, p_keys, p_decay, o_ck, C: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr):
-    """The state after a chunk, D ⊙ S + kAᵀ r, in blocks of key channels.
-
-    Args:
-        S: the state before it, [BV, BK] blocks.
-        b_r: r transposed, [BV, C].
-        p_keys, p_decay: the chunk's keys, and its D at the first block's channels.
-        o_ck: offsets [C, BK] of a block of the keys.
-    """
-    after = ()
-    for i_k in tl.static_range(KP // BK):
-        decayed = S[i_k] * tl.load(p_decay + i_k * BK)[None, :]
-        k_a = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
-        after += (tl.dot(b_r, k_a, decayed, input_precision=DOT),)
-    return after
-
-
-@triton.jit
-def reverse_step(
-    dS, b_do, b_dv, p_keys, p_decay, o_k, o_ck,
-    C: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, LIFT: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the state ahead of a chunk, D ⊙ dS + qgᵀ do − keᵀ dv.
-
-    Arguments as for ``step``, but that ``p_decay`` is one address and ``o_k`` holds a block's channels: a block of
-    addresses would fill registers.
-    """
-    before = ()
-    for i_k in tl.static_range(KP // BK):
-        block = dS[i_k] * tl.load(p_decay + i_k * BK + o_k)[None, :]
-        if LIFT != 1:
-            block *= LIFT
-        block = tl.dot(b_do, tl.load(p_keys + C * KP + i_k * BK + o_ck), block, input_precision=DOT)
-        block -= tl.dot(b_dv, tl.load(p_keys + i_k * BK + o_ck), input_precision=DOT)
-        if LIFT != 1:
-            block *= 1 / LIFT
-        before += (block,)
-    return before
-
-
 @triton.jit(do_not_specialize=_NUMBERS)
 def recurrence(
     keys,  # [slots, HV, 3, C, KP]
@@ -213,7 +172,12 @@ def recurrence(
             tl.store(z + i_slot * (C * VP) + o_r[None, :] * VP + o_v[:, None], b_z.to(dtype))
         if o is not None:
             b_o = tl.dot(b_r, tl.load(P + i_slot * (C * C) + o_cc), b_o, input_precision=DOT)
-        S = step(S, b_r, p_keys, D + i_slot * KP + o_k, o_ck, C, KP, BK, DOT)
+        after = ()
+        for i_k in tl.static_range(KP // BK):
+            decayed = S[i_k] * tl.load(D + i_slot * KP + o_k + i_k * BK)[None, :]
+            b_ka = tl.load(p_keys + 2 * C * KP + i_k * BK + o_ck)
+            after += (tl.dot(b_r, b_ka, decayed, input_precision=DOT),)
+        S = after
         if o is not None:
             tl.store(o + first * s_ot + o_or, b_o.to(o.dtype.element_ty), mask=m_row)
         if PIECES:

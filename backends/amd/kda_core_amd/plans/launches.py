@@ -92,10 +92,10 @@ def add_recurrence(
     Args:
         written: other tensors, by their names there.
     """
-    v, v_first = f.names["v"], f.r.state_v_first
+    v, v_first, absent = f.names["v"], f.r.state_v_first, dict.fromkeys(("X", "z", "states", "transitions", "h"))
     launch_recurrence(
         f, recurrence, name, columns, {"v": v, "o": o or v}, initial_state=initial_state, final_state=final_state, o=o,
-        P=o and f.names["P"], H_EVERY=f.r.chunk_size // CHUNK, **dict.fromkeys(("X", "z", "states", "transitions", "h")) | written,
+        P=o and f.names["P"], H_EVERY=f.r.chunk_size // CHUNK, **absent | written,
         **named_state_strides("i", initial_state, v_first), **named_state_strides("f", final_state, v_first),
     )  # fmt: skip
 
