@@ -6,7 +6,7 @@ With w = β ⊙ z the rows that the delta rule writes, a chunk is (notation of `
 
 1. prepare: the inputs once more through the forward's kernel, which also stores X;
 2. states: forward recurrence, z and the state of every slot (recurrence);
-3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
+3. reverse: backward recurrence, dv and the state gradient of every slot (recurrence);
 4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
 5. finish: sums over value heads and the gradient of the norms, where there are any (finish_kernels).
 
@@ -28,7 +28,6 @@ from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, Plan, Sum, View, input_layouts
 from kda_core.triton_lib.segments import ends_of, sent_back
 from kda_core_amd.backward_gradients import gradients_kernel
-from kda_core_amd.backward_reverse import reverse_kernel
 from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture, fragment_rows
 from kda_core_amd.plans.forward import add_prepare, frame_of_fragments
 from kda_core_amd.plans.launches import (
@@ -40,6 +39,7 @@ from kda_core_amd.plans.launches import (
     join,
     launch_recurrence,
 )
+from kda_core_amd.recurrence import reverse_kernel
 
 
 def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:

@@ -17,9 +17,8 @@ from kda_core.triton_lib.frame import names, readable
 from kda_core.triton_lib.layout import CHUNK
 from kda_core.triton_lib.plan import Builder, View
 from kda_core.triton_lib.segments import packed_segments, write_bounds
-from kda_core_amd.backward_reverse import reverse_kernel
 from kda_core_amd.choose import Architecture, Config, compile_options, config, dot_widths
-from kda_core_amd.recurrence import recurrence
+from kda_core_amd.recurrence import recurrence, reverse_kernel
 
 
 class Frame:
