@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kda_core.triton_lib.lengths import Number, filled, picker
-from kda_core.triton_lib.plan import ALIGNMENT, Buffer, Launch, Plan, Tile, View, contiguous_strides
+from kda_core.triton_lib.plan import ALIGNMENT, Buffer, Launch, Plan, Step, Tile, View, contiguous_strides
 from kda_core.triton_lib.run import INTERPRET, PublicPlan, Results, maker, part
 from kda_core_nvidia import triton_private
 from kda_core_nvidia.choose import INTERPRETED, Chip
@@ -134,13 +134,17 @@ class _Launch(NamedTuple):
 
 
 class _TorchStep(NamedTuple):
-    """A step of torch for any lengths, and the numbers of its tensors."""
+    """A step of torch for any lengths: the numbers of its tensors, and whether they are parts of these."""
 
     step: Any
     numbers: tuple[int, ...]
+    parts: bool
 
     def at(self, values: Sequence[Any]) -> _Call:
         step = filled(self.step, values)
+        if not self.parts:
+            first, second = self.numbers
+            return _Call((), lambda held: step.run(held[first], held[second]), None)
         found = tuple(zip(self.numbers, step.views(), strict=True))
         return _Call((), lambda held: step.run(*(part(held[n], x) for n, x in found)), None)
 
@@ -272,11 +276,8 @@ class _Binder:
         found = []
         for n, (here, steps) in enumerate(zip(made, calls, strict=True)):
             ended = [len(self.inputs) + i for i, b in enumerate(sizes) if b is not None and b.epochs[1] == n]
-            bound = [
-                s if isinstance(s, _Launch) else _TorchStep(s, tuple(numbers[x.source] for x in s.views()))
-                for s in steps
-            ]
-            found.append(_Draft(here, tuple(bound), tuple(ended)))
+            bound = tuple(s if isinstance(s, _Launch) else _torch_step(s, plan, numbers) for s in steps)
+            found.append(_Draft(here, bound, tuple(ended)))
         return tuple(found), numbers
 
     def _allocation(self, group: list[Buffer]) -> _Allocation:
@@ -291,6 +292,13 @@ class _Binder:
             shape = (size,)
         slots, offsets = tuple(slot for slot, _ in parts), picker([offset for _, offset in parts])
         return _Allocation(picker(shape), picker(contiguous_strides(shape)), dtype, group[0].zeros, slots, offsets)
+
+
+def _torch_step(step: Step, plan: Plan, numbers: dict[str, int]) -> _TorchStep:
+    views = tuple(step.views())
+    wholes = [b.shape if (b := plan.buffers.get(x.source)) else None for x in views]
+    parts = not all(x.shape == whole and not x.offset for x, whole in zip(views, wholes, strict=True))
+    return _TorchStep(step, tuple(numbers[x.source] for x in views), parts or len(views) != 2)
 
 
 class Bound:
