@@ -221,9 +221,7 @@ class Segments:
     def _join_plain(self, given: View | None, states: View, reverse: bool = False) -> None:
         r, call, (transitions, additions) = self.r, self.call, self.transitions
         if r.K <= MOST_CHANNELS:
-            chain_segments(
-                self.b, call, r.N, self.choice, transitions, additions, reverse, given=given, states=states
-            )  # fmt: skip
+            chain_segments(self.b, call, r.N, self.choice, transitions, additions, reverse, given=given, states=states)
             return
         named = names(call) | {
             "given": given, "transitions": transitions, "additions": additions if reverse else None, "states": states,
