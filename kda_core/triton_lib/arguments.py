@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,3 +62,34 @@ def state_strides(state: Any, v_first: bool) -> tuple[int, int, int, int]:
 def named_state_strides(letter: str, state: Any, v_first: bool) -> dict[str, int]:
     """``state_strides`` by the kernels' names: s_in, s_ih, s_ik and s_iv of the letter i."""
     return dict(zip((f"s_{letter}{axis}" for axis in "nhkv"), state_strides(state, v_first), strict=True))
+
+
+def lift(dtype: torch.dtype, l2norm: bool, scale: float = 1.0) -> float:
+    """Power of two by which stored ke and qg are scaled. Sums of their products are divided by it again, in float32.
+
+    ke and qg are keys and queries times the decay since the start of their chunk. float16 has fewer digits below 2⁻¹⁴,
+    where rows that decay by e⁻⁶ lie. If every channel decays like that, o sees the earlier state, and the state's
+    gradient sees the later rows, only through such numbers. Rows of norm 1 leave room for 2⁸. Rows that are not
+    normalised may have norms up to 4,000.
+
+    Args:
+        dtype: of q, k and v.
+        l2norm: whether rows of q and k are normalised in the operator.
+        scale: a further factor of qg; above 1 it takes some of the room.
+    """
+    if dtype != torch.float16:
+        return 1.0
+    room = 256.0 if l2norm else 16.0
+    return room if abs(scale) <= 1 else math.ldexp(room, -math.frexp(scale)[1])
+
+
+IN_HALVES = "a sequence over several devices in two halves"
+
+
+def rejected_in_halves(r: Request) -> str | None:
+    """Why no backend's hooks in halves serve the options of a call, or None."""
+    named = {"return_intermediate_states": r.return_intermediate_states, "out": r.out is not None}
+    named |= {"ssm_state_indices": r.ssm_state_indices is not None, "inplace_final_state": r.inplace_final_state}
+    named["initial_state"] = r.initial_state is not None
+    given = [n for n, x in named.items() if x]
+    return f"{IN_HALVES}: without {', '.join(given)}" if given else None

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from kda_core.request import DecodeStepRequest, Request
-from kda_core.triton_lib.arguments import decays_bounded, gate_kind, has_contiguous_rows, named_state_strides
+from kda_core.triton_lib.arguments import decays_bounded, gate_kind, has_contiguous_rows, lift, named_state_strides
 from kda_core.triton_lib.layout import CHUNK, padded, piece_rows
-from kda_core.triton_lib.lift import lift
 from kda_core.triton_lib.plan import Builder, Copy, View, changed
 
 

@@ -30,7 +30,7 @@ A chunk's results live in a *slot*. Slots are numbered so that no program needs 
 Packed slots leave gaps (never read). "Sequence" N is the rows behind cu_seqlens[N], whose output is zero.
 HV is the number of value heads and KP = ``padded(K)``. Every tensor is contiguous.
 
-    keys   [slots, HV, 3, C, KP]   dtype of q     ke and qg times ``lift.lift``, and kA; rows past the sequence's end
+    keys   [slots, HV, 3, C, KP]   dtype of q     ke and qg times ``lift``, and kA; rows past the sequence's end
                                                   and columns past K are zero
     P      [slots, HV, C, C]       dtype of q     [row r, column s]; zero for s > r and past the end
     D      [slots, HV, KP]         float32        exp G_C; anything finite past K

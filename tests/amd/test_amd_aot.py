@@ -37,9 +37,10 @@ pytestmark = pytest.mark.end_to_end
 
 CASE = "bf16 K 64 bounded"
 CHUNK = (
-    "prepare", "recurrence", "recurrent", "states_kernel", "reverse_kernel", "gradients_kernel", "finish_kernel",
+    "prepare", "recurrence, o", "recurrence, states", "recurrent", "reverse_kernel", "gradients_kernel",
+    "finish_kernel",
 )  # fmt: skip
-SEGMENTS = ("states_kernel, transitions", "reverse_kernel, additions", "chain_kernel, given")
+SEGMENTS = ("recurrence, transitions", "reverse_kernel, additions", "chain_kernel, given")
 LAYER = ("convolution_forward_kernel", "convolution_backward_kernel", "norm_forward_kernel", "norm_backward_kernel")
 STEP = ("convolution_step_kernel", "norm_step_kernel")
 HALVES = ("segments_kernel", "chain_kernel")
@@ -77,7 +78,7 @@ def test_fusion_is_stated(architecture: str):
 
 def test_limits_are_held():
     """Spilled registers and local data share past what is stated are problems, and a kernel that has them fails."""
-    job = _job("gfx942", "recurrence")
+    job = _job("gfx942", "recurrence, o")
     right = aot.Resources(vgprs=128, vgpr_spills=aot.SPILL_LIMIT, sgpr_spills=0, stack=0, lds=64 * 1024)
     assert right.problems(job) == []
     (spills,) = replace(right, vgpr_spills=aot.SPILL_LIMIT + 1).problems(job)
@@ -90,7 +91,7 @@ def test_known_spills_are_few():
     """Below 2 GiB nothing is excused; above it only gfx1100, and no more than a lane has."""
     assert {architecture for architecture, *_ in aot.KNOWN_LARGE_SPILLS} == {"gfx1100"}
     assert max(aot.KNOWN_LARGE_SPILLS.values()) < 256
-    job = _job("gfx1100", "recurrence")
+    job = _job("gfx1100", "recurrence, o")
     known = aot.KNOWN_LARGE_SPILLS["gfx1100", "recurrence", 2, 128]
     taken = aot.Resources(vgprs=256, vgpr_spills=known, sgpr_spills=0, stack=0, lds=0)
     assert taken.problems(replace(job, large=True)) == []

@@ -127,7 +127,7 @@ def checks(architecture: str) -> None:
     """Print what went wrong with every call of an architecture, by name; "" where nothing did."""
     from kda_core_amd.calls import plan_of
     from kda_core_amd.choose import ARCHITECTURES
-    from kda_core_amd.plans.fragments import saved_specs
+    from kda_core_amd.plans.forward import saved_specs
     from kda_core_amd.plugin import BACKEND
     from planned_backend import PlannedBackend
 

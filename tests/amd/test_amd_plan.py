@@ -54,8 +54,8 @@ def test_a_forward():
 def test_what_the_recurrences_read_ends_before_gradients():
     plan = plan_of(backward(T=2**17, use_qk_l2norm_in_kernel=True), CHIP)
     kernels = [[s.name for s in steps] for steps in plan.epochs]
-    first = ["prepare", "states_kernel", "reverse_kernel"]
-    assert kernels == [first, ["gradients_kernel", "finish_kernel", "finish_kernel"]]
+    first = ["prepare", "recurrence", "reverse_kernel"]
+    assert kernels == [first, ["gradients_kernel", "finish_kernel"]]
     held = {"z", "states", "state_grads"}
     assert scratch_of(plan, 0) == held | {"keys", "P", "D", "X"}
     assert scratch_of(plan, 1) == held | {"dq by value head", "dk by value head"}
@@ -83,11 +83,11 @@ def test_a_long_sequence_is_cut():
     state = torch.empty(1, 1, 64, 64, device="meta")
     r = backward(B=1, T=65536, H=1, initial_state=state, grad_final_state=state)
     plan = plan_of(r, CHIP)
-    joined = ("states_kernel", "reverse_kernel", "chain_kernel", "chain_kernel")
-    recurrences = ("states_kernel", "reverse_kernel", "gradients_kernel")
+    joined = ("recurrence", "reverse_kernel", "chain_kernel", "chain_kernel")
+    recurrences = ("recurrence", "reverse_kernel", "gradients_kernel")
     assert plan.kernels == ("segments_kernel", "prepare", *joined, *recurrences)
     assert plan.launches[0].arguments["rows"] == 2048
-    none, states = (x.arguments["initial_state"] for x in plan.launches if x.name == "states_kernel")
+    none, states = (x.arguments["initial_state"] for x in plan.launches if x.name == "recurrence")
     assert (none, states.source) == (None, "states at starts")
     given = [x.arguments["given"].source for x in plan.launches if x.name == "chain_kernel"]
     assert given == ["initial_state", "grad_final_state"]

@@ -194,7 +194,7 @@ class Choices:
 
 def sums(HV=3, K=40, NA=2):
     """The worst absolute error of ``sums_kernel``, for no slots, fewer than a tile has and several tiles."""
-    from kda_core_nvidia.backward_finish import sums_kernel
+    from kda_core.triton_lib.finish_kernels import sums_kernel
 
     worst = []
     for count, without in ((0, ""), (5, ""), (600, ""), (5, "A"), (5, "bias")):

@@ -23,7 +23,7 @@ from kda_core.triton_lib import ahead_of_time as tool
 from kda_core.triton_lib.plan import Plan, View
 from kda_core_amd.calls import plan_of
 from kda_core_amd.choose import ARCHITECTURES, FOREIGN_ARCHITECTURE, LEAST_ROWS, MOST_KEYS, MOST_SEGMENTS, Architecture
-from kda_core_amd.plans.fragments import saved_specs
+from kda_core_amd.plans.forward import saved_specs
 
 SPILL_LIMIT = 8
 """Vector registers of a lane that may spill: a few saved round a loop cost nothing that can be measured."""
@@ -72,7 +72,8 @@ class Resources:
         found = []
         operand = next(job.launch.views()).itemsize
         width = 128 if job.arguments.get("KP", 0) <= 128 else 256
-        more = [n for n in ("h", "checkpoints", "additions") if job.arguments.get(n) is not None]
+        kinds = "h", "checkpoints", "states", "transitions", "additions"
+        more = [n for n in kinds if job.arguments.get(n) is not None]
         name = ", ".join([job.launch.name, *more])
         stated = KNOWN_LARGE_SPILLS if job.large else {}
         limit, lds = stated.get((job.arch, name, operand, width), SPILL_LIMIT), ARCHITECTURES[job.arch].lds

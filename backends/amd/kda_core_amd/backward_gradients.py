@@ -26,9 +26,9 @@ import triton.language as tl
 
 from kda_core.triton_lib.decay import after, chained_sum, through
 from kda_core.triton_lib.gate import NORM_EPS, gate_gradient, gate_rate, log2_decay, sigmoid, write_strength
-from kda_core.triton_lib.levels import apart, to_reference
 from kda_core.triton_lib.packing import rows_of_slot
 from kda_core.triton_lib.parts import split
+from kda_core.triton_lib.squares import apart, to_reference
 from kda_core.triton_lib.state_blocks import state_offsets
 
 _NUMBERS = ["scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob"]

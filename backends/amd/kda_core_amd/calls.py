@@ -14,10 +14,15 @@ from kda_core.triton_lib.layer_plans import plan_decode_step, plan_of_layer
 from kda_core.triton_lib.plan import Plan, metadata
 from kda_core.triton_lib.run import INTERPRET
 from kda_core_amd import choose
-from kda_core_amd.plans import fragments
-from kda_core_amd.plans.backward import plan_backward
-from kda_core_amd.plans.forward import plan_forward
-from kda_core_amd.plans.recurrent import add_recurrent, plan_recurrent
+from kda_core_amd.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
+from kda_core_amd.plans.forward import (
+    add_recurrent,
+    plan_begin,
+    plan_finish,
+    plan_forward,
+    plan_recurrent,
+    saved_specs,
+)
 
 LAYER_LANES = 128
 """Lanes of a program of the kernels around the operator in a layer: two waves of 64, four of 32."""
@@ -35,8 +40,8 @@ def chip(device: torch.device) -> choose.Architecture:
 
 
 _HALVES = {
-    "begin": fragments.plan_begin, "finish": fragments.plan_finish,
-    "begin_backward": fragments.plan_begin_backward, "finish_backward": fragments.plan_finish_backward,
+    "begin": plan_begin, "finish": plan_finish, "begin_backward": plan_begin_backward,
+    "finish_backward": plan_finish_backward,
 }  # fmt: skip
 
 
@@ -62,4 +67,4 @@ def plan_of(
     return plan_backward(r, on, rows) if r.needs_grad else plan_forward(r, on, rows, h_shape(request))
 
 
-CALLS = Calls(plan_of, chip, choose.ARCHITECTURES, fragments.saved_specs)
+CALLS = Calls(plan_of, chip, choose.ARCHITECTURES, saved_specs)

@@ -14,9 +14,9 @@ import torch
 
 from kda_core.capabilities import runs_on_foreign_device
 from kda_core.request import Request
+from kda_core.triton_lib.arguments import IN_HALVES, rejected_in_halves
 from kda_core.triton_lib.layout import CHUNK, padded
 from kda_core.triton_lib.run import INTERPRET
-from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves
 
 KIB = 1024
 

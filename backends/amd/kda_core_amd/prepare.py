@@ -21,10 +21,9 @@ import triton.language as tl
 
 from kda_core.triton_lib.decay import BOUNDED_LOG2_DECAY, BOUNDED_SHIFT, after, selected_sum, through, whole_sum
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import add_pairs, inverse_16, store_square
-from kda_core.triton_lib.levels import apart, to_reference
 from kda_core.triton_lib.packing import is_padding, rows_of_slot
 from kda_core.triton_lib.parts import split, two_parts
+from kda_core.triton_lib.squares import add_pairs, apart, inverse_16, store_square, to_reference
 
 _NUMBERS = [
     "scale", "lower_bound", "T", "N", "chunks", "HV", "group", "s_qb", "s_kb", "s_gb", "s_bb", "s_ob", "s_index",

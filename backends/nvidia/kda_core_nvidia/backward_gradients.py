@@ -18,7 +18,7 @@ r >= t, those through dS rows s < t, and exp G_C ⊙ Σ_v S ⊙ dS reaches all.
 
 Grid: slots · HV · KP / BK, channel blocks fastest, then heads, so that what runs at one time is close in memory.
 Outputs per value head, [B, T, HV, K], dense or some heads of a wider tensor; dbeta [KP / BK, B, T, HV] to be summed; dq
-and dk are with respect to the normalised rows (backward_finish undoes the norm). states, state_grads and z: pointers;
+and dk are with respect to the normalised rows (``finish_kernel`` undoes the norm). states, state_grads and z: pointers;
 with DESCRIPTORS, descriptors of them as rows of KP or VP channels, by [BV, BK] and [C, BV]. So are, with TOKENS, dv and
 do, as B · T rows of all heads, by [C, BV]: where all chunks are whole, since what follows a sequence is another's.
 Addresses: int64 from the program's base.
@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 from kda_core.triton_lib.gate import gate_gradient, gate_rate, sigmoid
-from kda_core.triton_lib.levels import apart, to_reference
 from kda_core.triton_lib.packing import rows_of_slot
+from kda_core.triton_lib.squares import apart, to_reference
 from kda_core_nvidia.backward_levels import interval_sum, log2_decay, rounded, split3
 from kda_core_nvidia.backward_states import load_state
 from kda_core_nvidia.prepare import INTERPRETED

@@ -11,10 +11,8 @@ from kda_core.triton_lib.plan import Builder, Plan, changed, metadata
 from kda_core_nvidia.choose import CHIPS, Chip, choose_backward, choose_forward, choose_recurrent
 from kda_core_nvidia.choose.recurrent import choose_layer_step
 from kda_core_nvidia.plans.backward import plan_backward, plan_begin_backward, plan_finish_backward
-from kda_core_nvidia.plans.forward import plan_forward, saved_specs
-from kda_core_nvidia.plans.fragments import plan_begin, plan_finish
-from kda_core_nvidia.plans.layer_step import plan_layer_step
-from kda_core_nvidia.plans.recurrent import COMMIT_WARPS, add_recurrent, plan_recurrent
+from kda_core_nvidia.plans.forward import plan_begin, plan_finish, plan_forward, saved_specs
+from kda_core_nvidia.plans.recurrent import COMMIT_WARPS, add_recurrent, plan_layer_step, plan_recurrent
 from kda_core_nvidia.run import Bound, chip
 
 WARPS = 4

@@ -1,5 +1,5 @@
 """``gradients`` for Hopper, written in Gluon: the equations of ``backward_gradients`` for a chunk's 32 rows and 128 key
-channels in one program. With 128 in all it also does what ``backward_finish`` does: the gradients of the row norms and
+channels in one program. With 128 in all it also does what ``finish_kernel`` does: the gradients of the row norms and
 of β. With 256 it leaves sums over both blocks of them to that kernel, and dq and dk are with respect to the normalised
 rows.
 

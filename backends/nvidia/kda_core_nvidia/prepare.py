@@ -22,10 +22,9 @@ import triton.language as tl
 
 from kda_core.triton_lib import decay
 from kda_core.triton_lib.gate import NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import add_pairs, inverse_16, store_square
-from kda_core.triton_lib.levels import straddles, to_reference
 from kda_core.triton_lib.packing import is_padding, sequence_of_slot
 from kda_core.triton_lib.parts import split, two_parts
+from kda_core.triton_lib.squares import add_pairs, inverse_16, store_square, straddles, to_reference
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter knows no assembly, and multiplies bfloat16 operands wrongly."""

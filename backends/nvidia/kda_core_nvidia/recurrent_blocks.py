@@ -33,8 +33,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from kda_core.triton_lib.decay import selected_sum
-from kda_core.triton_lib.levels import straddles, to_reference
 from kda_core.triton_lib.parts import nearest, two_parts
+from kda_core.triton_lib.squares import straddles, to_reference
 from kda_core_nvidia.prepare import INTERPRETED, _widen
 
 ROWS = tl.constexpr(16)

@@ -15,10 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kda_core.triton_lib.decay import after, selected_sum, through
 from kda_core.triton_lib.factor import decay_factor
 from kda_core.triton_lib.gate import LOG2_E, NORM_EPS, gate_rate, log2_decay, write_strength
-from kda_core.triton_lib.inverse import inverse_16
 from kda_core.triton_lib.packing import is_padding
 from kda_core.triton_lib.parts import split, two_parts
 from kda_core.triton_lib.recurrent_kernels import zero_rows
+from kda_core.triton_lib.squares import inverse_16
 from kda_core_nvidia import recurrent_blocks as common
 from kda_core_nvidia.prepare import _widen
 

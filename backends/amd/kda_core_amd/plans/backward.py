@@ -5,10 +5,10 @@ With w = β ⊙ z the rows that the delta rule writes, a chunk is (notation of `
     z = v − ke S − Lk w = X (v − ke S)        o = qg S + M w        S' = D ⊙ S + kgᵀ w
 
 1. prepare: the inputs once more through the forward's kernel, which also stores X;
-2. states: forward recurrence, z and the state of every slot (backward_states);
-3. reverse: backward recurrence, dv and the state gradient of every slot (backward_reverse);
+2. states: forward recurrence, z and the state of every slot (recurrence);
+3. reverse: backward recurrence, dv and the state gradient of every slot (recurrence);
 4. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
-5. finish: sums over value heads and the gradient of the norms, where there are any (backward_finish).
+5. finish: sums over value heads and the gradient of the norms, where there are any (finish_kernels).
 
 One long sequence with few heads is cut (segments), which takes four more between 1 and 2 and one before.
 
@@ -23,16 +23,23 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import named_state_strides, row_strides
+from kda_core.triton_lib.finish_kernels import finish_kernel
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import Builder, Plan, Sum, View, input_layouts
-from kda_core_amd.backward_finish import finish_kernel
+from kda_core.triton_lib.segments import ends_of, sent_back
 from kda_core_amd.backward_gradients import gradients_kernel
-from kda_core_amd.backward_reverse import reverse_kernel
-from kda_core_amd.backward_states import states_kernel
-from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture
-from kda_core_amd.plans.forward import add_prepare
-from kda_core_amd.plans.frame import Frame
-from kda_core_amd.plans.segments import add_reverse_transitions, add_transitions, cut, join, launch_recurrence
+from kda_core_amd.choose import FINISH_ROWS, GATE, Architecture, fragment_rows
+from kda_core_amd.plans.forward import add_prepare, frame_of_fragments
+from kda_core_amd.plans.launches import (
+    Frame,
+    add_recurrence,
+    add_reverse_transitions,
+    add_transitions,
+    cut,
+    join,
+    launch_recurrence,
+)
+from kda_core_amd.recurrence import reverse_kernel
 
 
 def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
@@ -68,8 +75,8 @@ def plan_backward(call: Request, chip: Architecture, rows: int) -> Plan:
 
 
 def add_recurrences(f: Frame, grad_state: View | None) -> None:
-    """Add ``states``, which writes z and the states at the starts of the slots, and ``reverse``, which writes dv, the
-    gradients of states at the ends of the slots, and that of the initial state.
+    """Add ``recurrence``, which writes z and the states at the starts of the slots, and ``reverse_kernel``, which
+    writes dv, the gradients of states at the ends of the slots, and that of the initial state.
     """
     b, r, names = f.b, f.r, f.names
     v_first, count = r.state_v_first, slots(r)
@@ -78,10 +85,8 @@ def add_recurrences(f: Frame, grad_state: View | None) -> None:
     for name in ("states", "state_grads"):
         names[name] = b.scratch(name, (count, r.HV, VP, KP), r.v.dtype)
 
-    launch_recurrence(
-        f, states_kernel, "states", VP, {"v": names["v"]}, initial_state=r.initial_state, transitions=None,
-        **named_state_strides("i", r.initial_state, v_first),
-    )  # fmt: skip
+    made = {n: names[n] for n in ("X", "z", "states")}
+    add_recurrence(f, "states", VP, r.initial_state, **made)
     launch_recurrence(
         f, reverse_kernel, "reverse", VP, {"o": names["do"], "v": names["dv"]}, grad_final_state=r.grad_final_state,
         grad_initial_state=grad_state, additions=None, **named_state_strides("f", r.grad_final_state, v_first),
@@ -119,7 +124,7 @@ def add_gradients(f: Frame) -> dict[str, View | None]:
     )  # fmt: skip
     grads = {n: names[f"d{n}"] for n in ("q", "k", "v", "g", "beta")}
     if unfinished:
-        grads |= {n: _add_finish(f, n) for n in ("q", "k")}
+        grads |= _add_finish(f)
     for n in shapes:
         if names[f"d{n}"] is not None:
             x = getattr(r, n)
@@ -128,12 +133,44 @@ def add_gradients(f: Frame) -> dict[str, View | None]:
     return grads
 
 
-def _add_finish(f: Frame, name: str) -> View:
-    """The gradient of q or k from those of its value heads, [B, T, HV, K] float32."""
-    x, dy = f.names[name], f.names[f"d{name}"]
-    rows = f.r.B * f.r.T
-    dx = f.b.result(f"d{name}", x.shape, x.dtype)
-    s_b, s_t, s_h, _ = x.strides
-    programs = -(-rows // FINISH_ROWS) * f.r.H
-    f.launch(finish_kernel, GATE, programs, x=x, dy=dy, dx=dx, R=rows, ROWS=FINISH_ROWS, s_b=s_b, s_t=s_t, s_h=s_h)
-    return dx
+def _add_finish(f: Frame) -> dict[str, View]:
+    """The gradients of q and k from those of their value heads, [B, T, HV, K] float32."""
+    r, x, rows = f.r, {n: f.names[n] for n in "qk"}, f.r.B * f.r.T
+    grads = {n: f.b.result(f"d{n}", x[n].shape, x[n].dtype) for n in x}
+    strides = {f"s_{n}{axis}": s for n in x for axis, s in zip("bth", x[n].strides, strict=False)}
+    f.launch(
+        finish_kernel, GATE, (-(-rows // FINISH_ROWS), r.H), dq_hat=f.names["dq"], dk_hat=f.names["dk"], dq=grads["q"],
+        dk=grads["k"], dbeta_partial=None, dbeta=None, rows=rows, T_row=0, HO=r.HV, NK=1, R=FINISH_ROWS, **strides,
+    )  # fmt: skip
+    return grads
+
+
+def plan_begin_backward(r: Request, chip: Architecture) -> Plan:
+    """The first half of a backward; results: matrices (none: those of the forward), additions, and what it keeps."""
+    b = Builder()
+    f = frame_of_fragments(b, r, chip)
+    dv = b.result("dv", r.v.shape, r.v.dtype)
+    add_prepare(f, dv, backward=True, new=b.result)
+    transitions, additions = add_transitions(f, b.result), add_reverse_transitions(f, b.result)
+    summary, sums = sent_back(b, r)
+    join(f, r, fragment_rows(r), transitions, additions, summary=summary, sums=sums)
+    kept = {"dv": dv, **{n: f.names[n] for n in ("keys", "P", "D", "X")}, "transitions": transitions}
+    return b.plan(input_layouts(r), {"matrices": summary, "additions": sums, **kept, "of segments": additions})
+
+
+def plan_finish_backward(r: Request, chip: Architecture) -> Plan:
+    """The second half; ``r.saved`` holds the states at the segments' starts, what the first half kept, and the
+    gradients of the states at the fragments' ends.
+    """
+    b = Builder()
+    starts, dv, keys, P, D, X, transitions, additions, ends = r.saved
+    f = frame_of_fragments(b, r, chip)
+    f.names |= {"dv": dv, "keys": keys, "P": P, "D": D, "X": X}
+    last = b.scratch("gradients at ends", starts.shape, torch.float32)
+    grad_starts = ends_of(b, r, "dinitial_state", torch.float32) if "initial_state" in r.needs_grad else None
+    join(f, r, fragment_rows(r), transitions, additions, starts=ends, states=last, ends=grad_starts)
+    f.r = replace(f.r, initial_state=starts, grad_final_state=last)
+    add_recurrences(f, None)
+    b.release(keys, P, D, X)
+    grads = add_gradients(f) | {"initial_state": grad_starts}
+    return b.plan(input_layouts(r), {n: x for n, x in grads.items() if x is not None})

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from kda_core.request import Request
+from kda_core.triton_lib.arguments import IN_HALVES, rejected_in_halves
 from kda_core.triton_lib.layout import CHUNK, slots
 from kda_core.triton_lib.plan import changed
-from kda_core.triton_lib.segments import IN_HALVES, rejected_in_halves, segments_of
+from kda_core.triton_lib.segments import segments_of
 from kda_core_nvidia.choose import chunk
 from kda_core_nvidia.choose.chip import Chip
 

@@ -5,8 +5,8 @@ chunk-parallel kernel.
 2. recurrences: forward, for residuals and the state of every slot (backward_states; not if the forward saved them), and
    at the same time backward, for dv and the state gradient of every slot (backward_reverse);
 3. gradients: dq, dk, dg, dβ and partial sums for A_log and dt_bias (backward_gradients);
-4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (backward_finish);
-5. sums: those of A_log and dt_bias over the slots (backward_finish).
+4. finish: sums over channel blocks and grouped heads, the gradient of the row norms (finish_kernels);
+5. sums: those of A_log and dt_bias over the slots (finish_kernels).
 
 Nothing synchronises with the host: with ``cu_seqlens`` the slots of each sequence are found on the device, in buffers
 whose size T and N bound. Sums over value heads and over slots are ordered, so that results repeat bitwise.
@@ -21,6 +21,7 @@ import torch
 
 from kda_core.request import Request
 from kda_core.triton_lib.arguments import gate_kind
+from kda_core.triton_lib.finish_kernels import finish_kernel, sums_kernel
 from kda_core.triton_lib.frame import gate_parameters, names
 from kda_core.triton_lib.layout import CHUNK, padded, slots
 from kda_core.triton_lib.plan import (
@@ -36,7 +37,6 @@ from kda_core.triton_lib.plan import (
     token_tile,
 )
 from kda_core.triton_lib.segments import ends_of, in_one, sent_back
-from kda_core_nvidia.backward_finish import finish_kernel, sums_kernel
 from kda_core_nvidia.backward_gradients import gradients_kernel
 from kda_core_nvidia.backward_hopper import recurrences_hopper
 from kda_core_nvidia.backward_reverse import recurrences_kernel
@@ -50,8 +50,7 @@ from kda_core_nvidia.choose.backward import (
     rows_readable,
 )
 from kda_core_nvidia.choose.chunk import ROWS, HopperConfig, TransitionsHopperConfig, in_parts, several, split_scale
-from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of
-from kda_core_nvidia.plans.fragments import like_segments, reverse_segments
+from kda_core_nvidia.plans.forward import Prepared, add_prepare, aligned, kept_of, like_segments
 from kda_core_nvidia.plans.gradients_hopper import CHANNELS, launch_gradients_hopper, launch_gradients_persistent
 from kda_core_nvidia.plans.segments import (
     KEPT,
@@ -109,7 +108,7 @@ def _add_begin(
     if not call.disable_recompute:
         prepared = w.prepare(dv, lambda name, *layout: b.within(KEPT if name == "D" else READ_FIRST, *layout))
         new = {"keys": prepared.keys, "D": prepared.D, "X": prepared.X}
-    segments = reverse_segments(b, w.r, choice, prepared)
+    segments = Segments(b, w.r, choice, prepared).add(reverse=True)
     summary, sums = sent_back(b, call)
     chain_segments(b, w.whole, w.r.N, choice, *segments, reverse=True, summary=summary, sums=sums)
     return summary, sums, {"dv": dv, **new, **{f"segments {i}": x for i, x in enumerate(segments)}}

@@ -1,6 +1,11 @@
 """The forward of ``chunk_kda``: two launches, ``prepare`` (chunk-parallel) and ``recurrence`` (sequential).
 
 The layout of what passes between them, and the equations, are in ``kda_core.triton_lib.layout``.
+
+For fragments of sequences that several devices share there are two halves. Fragments are sequences, cut into segments
+(``choose.fragments``). The first half ends with the matrix and the addition of each fragment, that a chain makes of the
+transitions of its segments. The second begins with the states at the fragments' starts, runs the chain again from them,
+for the state at the start of each segment, and the recurrence. A backward does the same from the end.
 """
 
 from __future__ import annotations
@@ -15,12 +20,40 @@ from kda_core.request import Request, TensorSpec
 from kda_core.triton_lib.arguments import named_state_strides, row_strides, state_strides
 from kda_core.triton_lib.frame import finish_output, names, outputs, readable
 from kda_core.triton_lib.layout import CHUNK, padded, slots
-from kda_core.triton_lib.plan import Builder, Copy, Plan, Tile, View, changed, input_layouts, matrix_tile, token_tile
-from kda_core.triton_lib.segments import cut_into_pieces, in_one, one_token_axis, segments_of, written_evenly
-from kda_core_nvidia.choose import BackwardChoice, Chip, ForwardChoice, chunk
+from kda_core.triton_lib.plan import (
+    Builder,
+    Copy,
+    Plan,
+    Tile,
+    View,
+    changed,
+    handed_over,
+    input_layouts,
+    matrix_tile,
+    received,
+    token_tile,
+)
+from kda_core.triton_lib.segments import (
+    cut_into_pieces,
+    ends_of,
+    in_one,
+    one_token_axis,
+    segments_of,
+    sent,
+    written_evenly,
+)
+from kda_core_nvidia.choose import Chip, ForwardChoice, chunk
 from kda_core_nvidia.choose.backward import keeps_states
 from kda_core_nvidia.choose.fragments import fragment_slots, fragment_starts_shape
-from kda_core_nvidia.plans.segments import Segments, cut_into_segments, cut_several, hopper_tiles
+from kda_core_nvidia.plans.segments import (
+    KEPT,
+    Choice,
+    Segments,
+    chain_segments,
+    cut_into_segments,
+    cut_several,
+    hopper_tiles,
+)
 from kda_core_nvidia.prepare import prepare
 from kda_core_nvidia.prepare_hopper import prepare_hopper
 from kda_core_nvidia.progress_hopper import FLAGS
@@ -136,7 +169,7 @@ def _prepare_buffers(
 
 
 def add_prepare(
-    b: Builder, r: Request, choice: ForwardChoice | BackwardChoice, o: View, backward: bool = False, keep: int = 0,
+    b: Builder, r: Request, choice: Choice, o: View, backward: bool = False, keep: int = 0,
     kept: Kept | None = None, new: Callable[..., View] | None = None, states: dict[str, Any] | None = None,
     progress: View | None = None,
 ) -> Prepared:  # fmt: skip
@@ -336,3 +369,68 @@ def _add_segments(
     first = Segments(b, cut, choice, prepared, call, sequences).add_starts(own)
     add_recurrence(b, changed(cut, initial_state=first), choice, prepared, o, final_state, None, whole=r)
     return prepared
+
+
+def like_segments(x: View, cut: Request) -> View:
+    """``x`` [B, T, ..] of the call as the segments see it."""
+    return chunk.in_parts(x, cut.N) if cut.B != x.shape[0] else x
+
+
+def plan_begin(request: Request, choice: ForwardChoice) -> Plan:
+    """The first half of a forward; results: matrices and additions in one, then what the second half is given."""
+    b = Builder()
+    summary, results = _add_begin(b, request, choice)
+    return b.plan(input_layouts(request), {"matrices": summary, "additions": None, **handed_over(results)})
+
+
+def _add_begin(b: Builder, request: Request, choice: ForwardChoice) -> tuple[View, dict[str, View | None]]:
+    """Add the first half of a forward; its summary, and what the second half needs.
+
+    That is o, of which rows behind the last fragment are written, everything that ``prepare`` wrote, and the segments'
+    own transitions. Tensors that the call does not save lie in one.
+    """
+    r = readable(b, request)
+    cut = cut_into_segments(b, r, choice.segment_rows)
+    o = b.result("o", (r.B, r.T, r.HV, r.V), r.q.dtype)
+    everything = r.save_for_backward and r.disable_recompute
+    keep = choice.saved_slots if r.save_for_backward and not everything else 0
+    own = Prepared._fields if everything else ("P", "X", "norms") if r.save_for_backward else ()
+
+    def new(name: str, *layout: Any) -> View:
+        return b.result(name, *layout) if name in own else b.within(KEPT, *layout)
+
+    prepared = add_prepare(b, cut, choice, like_segments(o, cut), everything, keep, new=new)
+    cut = changed(cut, v=_rows(b, cut.v, choice))
+    matrices, additions = Segments(b, cut, choice, prepared).add()
+    summary = sent(b, r)
+    chain_segments(b, r, cut.N, choice, matrices, additions, summary=summary)
+    return summary, {"o": o, **prepared._asdict(), "matrices of segments": matrices, "additions of segments": additions}
+
+
+def plan_finish(request: Request, choice: ForwardChoice) -> Plan:
+    """The second half; ``request.saved`` holds what the first half kept, and the states at the fragments' starts.
+
+    Results are those of ``plan_forward``.
+    """
+    b = Builder()
+    r = readable(b, request)
+    *kept, starts = r.saved
+    _, begun = _add_begin(Builder(), changed(request, saved=()), choice)
+    o, keys, P, D, X, norms, *segments = received(begun, kept).values()
+    cut = cut_into_segments(b, r, choice.segment_rows)
+    make = b.result if r.save_for_backward else b.scratch
+    states = make("states at starts", (cut.N, r.HV, r.V, r.K), torch.float32)
+    final_state = ends_of(b, r, "final_state", r.state_dtype) if r.output_final_state else None
+    chain_segments(b, r, cut.N, choice, *segments, starts=starts, states=states, ends=final_state)
+    cut = changed(cut, v=_rows(b, cut.v, choice), initial_state=states)
+    add_recurrence(b, cut, choice, Prepared(keys, P, D), like_segments(o, cut), None, None)
+    results = {"o": o, "final_state": final_state, "h": None}
+    if r.save_for_backward:
+        kept = {"P": P, "X": X, "norms": norms, "starts": states}
+        results |= {"keys": keys, "P": P, "D": D, **kept} if r.disable_recompute else kept
+    return b.plan(input_layouts(request), results)
+
+
+def _rows(b: Builder, x: View, choice: Choice) -> View:
+    """v or do as the transitions take it."""
+    return aligned(b, x) if isinstance(choice.transitions, chunk.TransitionsHopperConfig) else one_token_axis(b, x)

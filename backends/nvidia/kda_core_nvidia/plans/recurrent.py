@@ -1,4 +1,4 @@
-"""The forward of ``fused_recurrent_kda``.
+"""The forward of ``fused_recurrent_kda``, and ``kda_decode_step`` in one launch.
 
 Sequences of at most SHORT tokens, and all drafts, are one launch of ``recurrent``, longer ones two of the kernels for
 prompts. Dense sequences are all of one kind. Packed ones may be of both, and only the device knows: where they have
@@ -19,14 +19,16 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from kda_core.request import Request
+from kda_core.request import DecodeStepRequest, Request
 from kda_core.triton_lib.commit_kernels import add_first_commit
-from kda_core.triton_lib.frame import finish_output, outputs, readable
+from kda_core.triton_lib.frame import finish_output, gate_parameters, names, output, outputs, readable
+from kda_core.triton_lib.layer_plans import convolved
 from kda_core.triton_lib.layout import power_of_two
-from kda_core.triton_lib.plan import Builder, Plan, View, input_layouts
-from kda_core.triton_lib.recurrent_kernels import launch_recurrent, record_arguments, token_arguments
+from kda_core.triton_lib.plan import Builder, Plan, View, changed, input_layouts
+from kda_core.triton_lib.recurrent_kernels import launch_recurrent, record_arguments, sequence_strides, token_arguments
 from kda_core_nvidia.choose import RecurrentChoice
 from kda_core_nvidia.choose.recurrent import DraftConfig, commits_apart, draft_chunk
+from kda_core_nvidia.layer_step import layer_step
 from kda_core_nvidia.recurrent_blocks import PLANES, ROWS, SHORT, lead
 from kda_core_nvidia.recurrent_blocks_prepare import blocks_prepare
 from kda_core_nvidia.recurrent_blocks_recurrence import blocks_recurrence
@@ -35,6 +37,9 @@ from kda_core_nvidia.recurrent_step import COLUMNS, SIZE, recurrent_step
 
 STEP_WARPS = 4
 """Warps of ``recurrent_step`` and ``recurrent_draft``: together they load whole rows of a state."""
+
+LAYER_WARPS = SIZE.value // DRAFT_COLUMNS.value
+"""Warps of a program of ``layer_step``, which has a whole head."""
 
 COMMIT_WARPS = 4
 """Warps of a program of ``commit_kda``."""
@@ -131,3 +136,37 @@ def _add_prompts(b: Builder, r: Request, choice: RecurrentChoice, named: dict[st
     programs = prompts.sequences * r.HV * -(-r.V // prompts.block_v)
     options = {"enable_fp_fusion": False, "launch_pdl": choice.overlap}
     b.pick(blocks_recurrence, programs, prompts.num_warps, named | own, **options)
+
+
+def plan_layer_step(r: DecodeStepRequest, config: DraftConfig) -> Plan:
+    """The plan of a call that one kernel takes; the request is metadata alone."""
+    b = Builder()
+    N, T, H, _ = r.g.shape
+    x, g = b.rows(r.x), b.rows(r.g)
+    gate = None if r.norm_gate is None else b.rows(r.norm_gate)
+    o = output(b, r.out, (N, T, H, r.V), r.x.dtype)
+    s_in, s_ih, I_ROW, _ = r.state.strides
+    s_cs, s_cr, s_cd = r.conv_state.strides
+    own = {
+        "x": x, "weight": b.dense(r.weight), "bias": b.dense(r.bias), "conv_state": r.conv_state, "gate": gate,
+        "norm_weight": b.dense(r.norm_weight), "o": o, "eps": float(r.norm_eps), "s_xn": x.stride(0),
+        "s_xt": x.stride(1), "s_cs": s_cs, "s_cr": s_cr, "s_cd": s_cd, "s_in": s_in, "s_ih": s_ih, "I_ROW": I_ROW,
+        "slots": r.state.shape[0], "TAPS": r.weight.shape[1], "STAGED": config.staged, "TURNS": config.turns,
+    }  # fmt: skip
+    call = changed(r.recurrence(*convolved(r, x), r.state), g=g, **gate_parameters(b, r))
+    named = names(call) | sequence_strides(False, g=g, b=r.beta, o=o, a=gate) | own
+    kernel = layer_step if r.records is None else recurrent_draft
+    named |= {"state": r.state} if r.records is None else _draft_of_layer(b, r, call, config)
+    b.pick(kernel, N * H, LAYER_WARPS // config.turns, named, enable_fp_fusion=False, maxnreg=config.registers)
+    finish_output(b, r, o)
+    return b.plan(input_layouts(r), {"o": o if r.out is None else None})
+
+
+def _draft_of_layer(b: Builder, r: DecodeStepRequest, call: Request, config: DraftConfig) -> dict[str, Any]:
+    """Further arguments of a draft; the convolution's rows take the place of q, k and v."""
+    unused = dict.fromkeys(("q", "k", "v", "inputs"))
+    found = unused | sequence_strides(False, **unused) | draft_arguments(b, call, config) | {"s_xi": 0, "s_ti": 0}
+    if r.commit is not None:
+        inputs = b.rows(r.commit_inputs)
+        found |= {"inputs": inputs, "s_xi": inputs.stride(0), "s_ti": inputs.stride(1)}
+    return found

@@ -144,6 +144,13 @@ class Segments:
             "forgotten": self.b.scratch("forgotten", (count, r.HV, r.K // config.rows), torch.int32),
         }  # fmt: skip
 
+    def add(self, reverse: bool = False) -> tuple[View, View | None]:
+        """Add the transitions of states, or in reverse of their gradients; tensors that ``chain_segments`` takes."""
+        if not self.hopper:
+            return self.add_plain()
+        named = self.add_reverse_transitions() if reverse else self.add_transitions()
+        return named["matrices"], named["additions"]
+
     def add_transitions(self) -> dict[str, Any]:
         """Add the transitions of segments, for Hopper; arguments of the launch, with "matrices" and "additions"."""
         r, config, count = self.r, self.config, self.r.N - (self.call is not None and self.sequences is None)
@@ -214,9 +221,7 @@ class Segments:
     def _join_plain(self, given: View | None, states: View, reverse: bool = False) -> None:
         r, call, (transitions, additions) = self.r, self.call, self.transitions
         if r.K <= MOST_CHANNELS:
-            chain_segments(
-                self.b, call, r.N, self.choice, transitions, additions, reverse, given=given, states=states
-            )  # fmt: skip
+            chain_segments(self.b, call, r.N, self.choice, transitions, additions, reverse, given=given, states=states)
             return
         named = names(call) | {
             "given": given, "transitions": transitions, "additions": additions if reverse else None, "states": states,

@@ -1,4 +1,5 @@
-"""The last kernel, once a head's channel blocks are done: sums over them and over grouped heads, and the row norms.
+"""The last kernels of a backward, once a head's channel blocks are done: sums over them and over grouped heads, and the
+row norms.
 
     dx = (dx̂ - x̂ (x̂ · dx̂)) / |x|,    x = q, k, with dx̂ summed over the value heads that share the row
 
@@ -55,12 +56,13 @@ def finish_kernel(
             at = i_b * s_kb + t * s_kt + i_h * s_kh
             b_dk = norm_gradient(tl.load(k + at[:, None] + o_k, mask=m, other=0.0).to(tl.float32), b_dk)
         tl.store(dk + out, b_dk.to(dk.dtype.element_ty), mask=m)
-    for i in tl.static_range(G):
-        at = (row0 + o_r) * HV + i_h * G + i
-        b_dbeta = tl.zeros([R], tl.float32)
-        for j in tl.static_range(NK):
-            b_dbeta += tl.load(dbeta_partial + rows.to(tl.int64) * (j * HV) + at, mask=m_r, other=0.0)
-        tl.store(dbeta + at, b_dbeta.to(dbeta.dtype.element_ty), mask=m_r)
+    if dbeta is not None:
+        for i in tl.static_range(G):
+            at = (row0 + o_r) * HV + i_h * G + i
+            b_dbeta = tl.zeros([R], tl.float32)
+            for j in tl.static_range(NK):
+                b_dbeta += tl.load(dbeta_partial + rows.to(tl.int64) * (j * HV) + at, mask=m_r, other=0.0)
+            tl.store(dbeta + at, b_dbeta.to(dbeta.dtype.element_ty), mask=m_r)
 
 
 @triton.jit
