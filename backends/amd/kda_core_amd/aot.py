@@ -41,7 +41,6 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "reverse_kernel", 2, 128): 24,
     ("gfx1100", "reverse_kernel", 2, 256): 40,
     ("gfx1100", "reverse_kernel, additions", 2, 128): 32,
-    ("gfx1100", "states_kernel", 2, 256): 24,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that spill in kernels that are
 served all the same, only for tensors of 2 GiB and more ("h": with intermediate states; "checkpoints" and
