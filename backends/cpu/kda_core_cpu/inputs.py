@@ -146,23 +146,17 @@ class RowInputs:
             into.mul_(unit)
         return into
 
-    def read_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:
+    def load_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:
         """β [..., 1], read-only."""
+        logits, scratch = self.request.beta.unsqueeze(-1), workspace("beta", *window.shape, 1)
         if not self.request.use_beta_sigmoid_in_kernel:
-            own = window.view(self.request.beta.unsqueeze(-1), self.dtype)
-            if own is not None:
-                return own
-        return self.load_beta(window, workspace("beta", *window.shape, 1))
-
-    def load_beta(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
-        """β, [Z, C, 1]; ``into`` is scratch."""
-        window.load(self.request.beta.unsqueeze(-1), into)
-        if self.request.use_beta_sigmoid_in_kernel:
-            with_slack(into).sigmoid_()
-            if self.request.allow_neg_eigval:
-                into.mul_(2)
-            window.pad(into, 0.0)
-        return into
+            return self.read(logits, window, scratch)
+        window.load(logits, scratch)
+        with_slack(scratch).sigmoid_()
+        if self.request.allow_neg_eigval:
+            scratch.mul_(2)
+        window.pad(scratch, 0.0)
+        return scratch
 
     def beta_backward(self, window: Window, workspace: Workspace, beta: Tensor, grad: Tensor) -> Tensor:
         """Gradient of the caller's beta, in place on ``grad``."""

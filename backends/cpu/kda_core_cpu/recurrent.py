@@ -26,15 +26,14 @@ import torch
 from torch import Tensor
 
 from kda_core.request import DATA, ForwardResult, Request
-from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, sums_rows, updates_slot_in_place
+from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, updates_slot_in_place
 from kda_core_cpu.commit import commit
 from kda_core_cpu.inputs import RowInputs
-from kda_core_cpu.results import empty_output
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.small_step import row_sums, small_step
-from kda_core_cpu.states import PoolRows, States
+from kda_core_cpu.states import States
 from kda_core_cpu.windows import TokenWindow, Window
-from kda_core_cpu.workspace import Workspace
+from kda_core_cpu.workspace import Workspace, empty_output
 
 
 def recurrent_forward(request: Request) -> ForwardResult:
@@ -48,9 +47,9 @@ def recurrent_forward(request: Request) -> ForwardResult:
 
 def tree_forward(request: Request) -> ForwardResult:
     packed, (row, sequence, token) = as_branches(request)
-    found, o, pool = general_forward(packed).o, empty_output(request), PoolRows.of(request)
+    found, o = general_forward(packed).o, empty_output(request)
     o[sequence, token] = found[0, row]
-    live = torch.tensor(pool.slot, device="cpu")[sequence] >= 0  # type: ignore[union-attr]
+    live = torch.tensor(States(request).slot, device="cpu")[sequence] >= 0
     row, sequence, token = (x[live] for x in (row, sequence, token))
     request.records[sequence, token] = packed.records[0, row]  # type: ignore[index]
     return ForwardResult(o=o)
@@ -79,9 +78,7 @@ def as_branches(r: Request) -> tuple[Request, tuple[Tensor, ...]]:
 
 def general_forward(request: Request) -> ForwardResult:
     """Run any call of ``fused_recurrent_kda``."""
-    pool = PoolRows.of(request)
-    states = States(request, pool)
-    o = empty_output(request)
+    states, o = States(request), empty_output(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
     step = TokenWindow.of(request) if request.records is None else None
     if step is None:
@@ -93,53 +90,39 @@ def general_forward(request: Request) -> ForwardResult:
 
 def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """One token for every sequence."""
-    request, pool, heads = step.request, states.pool, step.heads
+    request, HV = step.request, step.heads.stop
     if step.pairs < request.B * request.T:
         o.zero_()
     own = step.view(o, request.compute_dtype)
     rows = workspace("o", step.Z, request.V) if own is None else own
     token = _Token(*_load_rows(workspace, inputs, step, rows))
-    live = [(0, step.pairs)]
-    if pool is not None and min(pool.slot) < 0:
-        live = list(_runs_of(slot >= 0 for slot in pool.slot))
-        for first, last in _runs_of(slot < 0 for slot in pool.slot):
-            rows[first * heads.stop : last * heads.stop].zero_()
-    lanes, reader = group_lanes(request.K, request.V, step=True), _Reader(workspace, states)
-    for first, last in live:
-        whole = _Block(list(range(first, last)), [1] * (last - first), heads)
-        of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
-        places = whole.places(lanes, states)
-        if places:
-            sizes = [S.shape[0] for _, S in places]
-            for part, place in zip(of_these.split(sizes), places, strict=True):
-                reader.advance(part, *place)
+    slots = states.slot or [0]
+    every = min(slots) >= 0
+    lanes = group_lanes(request.K, request.V, step=True)
+    runs = [(False, range(step.pairs))] if every else itertools.groupby(range(step.pairs), lambda n: slots[n] < 0)
+    for skipped, run in runs:
+        ids = list(run)
+        first, last = ids[0] * HV, (ids[-1] + 1) * HV
+        if skipped:
+            rows[first:last].zero_()
             continue
-        blocks = whole.cut(lanes, states)
-        for block, part in zip(blocks, of_these.split([block.live for block in blocks]), strict=True):
+        blocks = _Block(ids, [1] * len(ids), step.heads).cut(lanes, states, step=True)
+        parts = (token if every else token.lanes(first, last)).split([block.live for block in blocks])
+        for block, part in zip(blocks, parts, strict=True):
             block.begin(states, workspace)
-            reader.advance(part, block.source, block.S)
-            states.write_token(block.ids, block.heads, block.S, 0)
+            block.walk((part,), states, workspace, 0)
             block.end(states)
     if own is None:
         step.store(rows, o)
 
 
-def _runs_of(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
-    """[first, last) of every run of true flags."""
-    position = 0
-    for flag, run in itertools.groupby(flags):
-        first, position = position, position + sum(1 for _ in run)
-        if flag:
-            yield first, position
-
-
 def _run_sequences(request: Request, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """Any number of tokens."""
     run = run_tokens(request)
-    sequences = Sequences.of(request, None if states.pool is None else states.pool.skipped)
+    sequences = Sequences(request, states.skipped)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
-    lanes, reader = group_lanes(request.K, request.V), _Reader(workspace, states)
+    lanes = group_lanes(request.K, request.V)
     for group in lane_groups(sequences, request, run, run_lanes(request, lanes)):
         runs = len(group.alive)
         whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads)
@@ -155,7 +138,7 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
             for block, part in zip(blocks, parts, strict=True):
                 if i == 0:
                     block.begin(states, workspace)
-                block.walk(part, states, reader, i * run)
+                block.walk(part, states, workspace, i * run)
                 if i == runs - 1:
                     block.end(states)
             window.store(rows, o)
@@ -215,33 +198,25 @@ def _load_rows(
         inputs.load_decay(window, d)
     else:
         inputs.load_decays(window, d, workspace)
-    beta = inputs.read_beta(window, workspace)
+    beta = inputs.load_beta(window, workspace)
     torch.mul(inputs.read(inputs.request.v, window, w), beta, out=w)
     return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, w.unsqueeze(-2), w, o
 
 
-class _Reader:
-    """Advances states by a token.
+def _advance(token: _Token, source: Tensor, S: Tensor, states: States, workspace: Workspace) -> None:
+    """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs.
 
     It reads kq·S [lanes, 2, V], both products in one pass: a batched product, or an embedding bag over S's rows with kq
     as weights (``choose.sums_rows``).
     """
-
-    def __init__(self, workspace: Workspace, states: States) -> None:
-        K, V = states.shape
-        self.workspace, self.V = workspace, V
-        self.sums_rows = sums_rows(states.dtype, K, V, states.v_first)
-
-    def advance(self, token: _Token, source: Tensor, S: Tensor) -> None:
-        """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs."""
-        kq, k, d, beta, qk, u, w, o = token
-        torch.mul(source, d, out=S)
-        shape = kq.shape[0], 2, self.V
-        y = row_sums(kq, S).view(shape) if self.sums_rows else torch.bmm(kq, S, out=self.workspace("y", *shape))
-        along_k, along_q = y.unbind(1)
-        w.addcmul_(beta, along_k, value=-1)
-        S.addcmul_(k, u)
-        torch.addcmul(along_q, qk, w, out=o)
+    kq, k, d, beta, qk, u, w, o = token
+    torch.mul(source, d, out=S)
+    shape = (*kq.shape[:2], S.shape[2])
+    y = row_sums(kq, S).view(shape) if states.sums_rows else torch.bmm(kq, S, out=workspace("y", *shape))
+    along_k, along_q = y.unbind(1)
+    w.addcmul_(beta, along_k, value=-1)
+    S.addcmul_(k, u)
+    torch.addcmul(along_q, qk, w, out=o)
 
 
 class _Block:
@@ -259,12 +234,13 @@ class _Block:
         """Lanes with at least one token; they come first."""
         return sum(length > 0 for length in self.lengths) * self.n_heads
 
-    def cut(self, lanes: int, states: States) -> list[_Block]:
+    def cut(self, lanes: int, states: States, step: bool = False) -> list[_Block]:
         """Blocks of about ``lanes`` lanes."""
-        count = lanes // self.n_heads
-        if count > 1 and updates_slot_in_place(self.n_heads, *states.shape):
-            count = count if states.in_place(self.ids, self.heads) is not None else 1
-        if count >= len(self.ids):
+        count, home = lanes // self.n_heads, states.in_place(self.ids, self.heads)
+        if home is None and updates_slot_in_place(self.n_heads, *states.shape):
+            count = min(count, 1)
+        # Up to twice the lanes in a step: more calls cost more than one overflow of the cache.
+        if count >= len(self.ids) or (step and home is not None and len(home) <= 2 * lanes):
             return [self]
         blocks = []
         for i in range(0, len(self.ids), max(1, count)):
@@ -273,28 +249,6 @@ class _Block:
                 heads = slice(self.heads.start + h, min(self.heads.start + h + lanes, self.heads.stop))
                 blocks.append(_Block(ids, lengths, heads))
         return blocks
-
-    def places(self, lanes: int, states: States) -> list[tuple[Tensor, Tensor]]:
-        """Views of the old and the new states of about ``lanes`` lanes each; empty if that needs copies.
-
-        A step on these views makes fewer torch calls than one on blocks.
-        """
-        found = _place(self.ids, self.heads, states)
-        places = [found]
-        if found is None and states.pool is not None and updates_slot_in_place(self.n_heads, *states.shape):
-            places = [_place([i], self.heads, states) for i in self.ids]
-        cut: list[tuple[Tensor, Tensor]] = []
-        for place in places:
-            if place is None:
-                return []
-            size = place[1].shape[0]
-            # Up to twice the lanes: more calls cost more than one overflow of the cache.
-            if size <= 2 * lanes:
-                cut.append(place)
-            else:
-                sizes = [min(lanes, size - i) for i in range(0, size, lanes)]
-                cut += zip(*(x.split_with_sizes(sizes) for x in place), strict=True)
-        return cut
 
     def begin(self, states: States, workspace: Workspace) -> None:
         """Set S, the memory of the states, and ``source``, the states before the first token."""
@@ -321,7 +275,7 @@ class _Block:
         if not self.in_place:
             states.write(self.ids, self.heads, self.S)
 
-    def walk(self, tokens: Iterable[_Token], states: States, reader: _Reader, first: int) -> None:
+    def walk(self, tokens: Iterable[_Token], states: States, workspace: Workspace, first: int) -> None:
         """Advance the states through a run of tokens, the first with number ``first``, and fill its outputs."""
         n, S, source = len(self.lengths), self.S, self.source
         lanes = n * self.n_heads
@@ -333,14 +287,7 @@ class _Block:
                     break
                 lanes = n * self.n_heads
                 S, source = S[:lanes], source[:lanes]
-            reader.advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S)
+            _advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S, states, workspace)
             source = S
             states.write_token(self.ids[:n], self.heads, S, t)
         self.source = self.S
-
-
-def _place(ids: list[int], heads: slice, states: States) -> tuple[Tensor, Tensor] | None:
-    """Views of the old and of the new states of ``ids``, or None."""
-    home = states.in_place(ids, heads)
-    source = home if states.at_home else states.view(ids, heads)
-    return None if home is None or source is None else (source, home)

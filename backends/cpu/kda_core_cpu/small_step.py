@@ -15,8 +15,7 @@ from kda_core.request import ForwardResult, Request
 from kda_core_cpu.choose import is_small_step, sums_rows
 from kda_core_cpu.gate import hold_rate, log_decay
 from kda_core_cpu.inputs import norm_constants
-from kda_core_cpu.results import empty_output
-from kda_core_cpu.workspace import Workspace, with_slack
+from kda_core_cpu.workspace import Workspace, empty_output, with_slack
 
 MAX_KEPT = 16
 """Shapes whose scratch memory is kept: each takes twice the memory of q, k and v in the compute dtype."""
