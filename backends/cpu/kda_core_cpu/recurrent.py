@@ -106,12 +106,13 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
         if skipped:
             rows[first:last].zero_()
             continue
-        blocks = _Block(ids, [1] * len(ids), step.heads).cut(lanes, states, step=True)
-        parts = (token if every else token.lanes(first, last)).split([block.live for block in blocks])
+        blocks = _Block(ids, [1] * len(ids), step.heads, states).cut(lanes, step=True)
+        parts = (token if every else token.lanes(first, last)).split([len(b.ids) * b.n_heads for b in blocks])
         for block, part in zip(blocks, parts, strict=True):
-            block.begin(states, workspace)
-            block.walk((part,), states, workspace, 0)
-            block.end(states)
+            block.begin(workspace)
+            _advance(part, block.source, block.S, states, workspace)
+            states.write_token(block.ids, block.heads, block.S, 0)
+            block.end()
     if own is None:
         step.store(rows, o)
 
@@ -125,8 +126,8 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
     lanes = group_lanes(request.K, request.V)
     for group in lane_groups(sequences, request, run, run_lanes(request, lanes)):
         runs = len(group.alive)
-        whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads)
-        blocks = whole.cut(lanes, states) if runs == 1 else [whole]
+        whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads, states)
+        blocks = whole.cut(lanes) if runs == 1 else [whole]
         sizes = [block.live for block in blocks]
         for i in range(runs):
             window = Window(group, i, i + 1)
@@ -137,16 +138,16 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
             parts = zip(*(token.split(sizes) for token in tokens), strict=True)
             for block, part in zip(blocks, parts, strict=True):
                 if i == 0:
-                    block.begin(states, workspace)
-                block.walk(part, states, workspace, i * run)
+                    block.begin(workspace)
+                block.walk(part, workspace, i * run)
                 if i == runs - 1:
-                    block.end(states)
+                    block.end()
             window.store(rows, o)
             if request.records is not None:
                 _store_records(workspace, window, updates, request.records)
         if runs == 0:
-            whole.begin(states, workspace)
-            whole.end(states)
+            whole.begin(workspace)
+            whole.end()
 
 
 def _store_records(workspace: Workspace, window: Window, updates: Tensor, records: Tensor) -> None:
@@ -220,44 +221,49 @@ def _advance(token: _Token, source: Tensor, S: Tensor, states: States, workspace
 
 
 class _Block:
-    """Lanes whose states are walked together: ``heads`` of the sequences ``ids``, the longest of ``lengths`` first."""
+    """Lanes whose states are walked together: ``heads`` of the sequences ``ids``, the longest of ``lengths`` first.
 
-    def __init__(self, ids: list[int], lengths: list[int], heads: slice) -> None:
-        self.ids, self.lengths, self.heads = ids, lengths, heads
+    Attributes:
+        home: the memory of their last states if they are updated in it, else None.
+        S: the memory that they are updated in.
+        source: the states before the next token.
+    """
+
+    def __init__(self, ids: list[int], lengths: list[int], heads: slice, states: States) -> None:
+        self.ids, self.lengths, self.heads, self.states = ids, lengths, heads, states
         self.n_heads = heads.stop - heads.start
+        self.home = states.in_place(ids, heads)
         self.S: Tensor
         self.source: Tensor
-        self.in_place = False
 
     @property
     def live(self) -> int:
         """Lanes with at least one token; they come first."""
         return sum(length > 0 for length in self.lengths) * self.n_heads
 
-    def cut(self, lanes: int, states: States, step: bool = False) -> list[_Block]:
+    def cut(self, lanes: int, step: bool = False) -> list[_Block]:
         """Blocks of about ``lanes`` lanes."""
-        count, home = lanes // self.n_heads, states.in_place(self.ids, self.heads)
-        if home is None and updates_slot_in_place(self.n_heads, *states.shape):
+        count = lanes // self.n_heads
+        if self.home is None and updates_slot_in_place(self.n_heads, *self.states.shape):
             count = min(count, 1)
         # Up to twice the lanes in a step: more calls cost more than one overflow of the cache.
-        if count >= len(self.ids) or (step and home is not None and len(home) <= 2 * lanes):
+        if count >= len(self.ids) or (step and self.home is not None and len(self.home) <= 2 * lanes):
             return [self]
         blocks = []
         for i in range(0, len(self.ids), max(1, count)):
             ids, lengths = self.ids[i : i + max(1, count)], self.lengths[i : i + max(1, count)]
             for h in range(0, self.n_heads, lanes):
                 heads = slice(self.heads.start + h, min(self.heads.start + h + lanes, self.heads.stop))
-                blocks.append(_Block(ids, lengths, heads))
+                blocks.append(_Block(ids, lengths, heads, self.states))
         return blocks
 
-    def begin(self, states: States, workspace: Workspace) -> None:
-        """Set S, the memory of the states, and ``source``, the states before the first token."""
-        home = states.in_place(self.ids, self.heads)
-        self.in_place = home is not None
-        if home is not None and states.at_home:
-            self.S = self.source = home
+    def begin(self, workspace: Workspace) -> None:
+        """Set S and ``source`` before the first token."""
+        states = self.states
+        if self.home is not None and states.at_home:
+            self.S = self.source = self.home
             return
-        self.S = states.scratch(workspace, len(self.ids) * self.n_heads) if home is None else home
+        self.S = states.scratch(workspace, len(self.ids) * self.n_heads) if self.home is None else self.home
         source = states.source(self.ids, self.heads)
         self.source = self.S
         if source is None:
@@ -270,12 +276,12 @@ class _Block:
             if self.live < len(source):
                 self.S[self.live :].copy_(source[self.live :])
 
-    def end(self, states: States) -> None:
+    def end(self) -> None:
         """Store the states, unless they were updated in place."""
-        if not self.in_place:
-            states.write(self.ids, self.heads, self.S)
+        if self.home is None:
+            self.states.write(self.ids, self.heads, self.S)
 
-    def walk(self, tokens: Iterable[_Token], states: States, workspace: Workspace, first: int) -> None:
+    def walk(self, tokens: Iterable[_Token], workspace: Workspace, first: int) -> None:
         """Advance the states through a run of tokens, the first with number ``first``, and fill its outputs."""
         n, S, source = len(self.lengths), self.S, self.source
         lanes = n * self.n_heads
@@ -287,7 +293,7 @@ class _Block:
                     break
                 lanes = n * self.n_heads
                 S, source = S[:lanes], source[:lanes]
-            _advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S, states, workspace)
+            _advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S, self.states, workspace)
             source = S
-            states.write_token(self.ids[:n], self.heads, S, t)
+            self.states.write_token(self.ids[:n], self.heads, S, t)
         self.source = self.S
