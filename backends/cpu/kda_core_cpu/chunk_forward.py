@@ -32,7 +32,10 @@ def chunk_forward(request: Request, chunks: int | None = None, lanes: int | None
     sequences = Sequences(request, states.skipped)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
-    h, starts, saved, products = None, [], (), []
+    h: Tensor | None = None
+    saved: tuple[Tensor, ...] = ()
+    starts: list[Tensor] = []
+    products: list[Tensor] = []
     if request.return_intermediate_states:
         # Skipped rows of a pool have no state to report.
         shape = (request.B, chunks_of(request), *request.state_shape[1:])
@@ -67,26 +70,6 @@ def saved_spec(request: Request) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec((request.B, chunks, request.HV, *tail), request.compute_dtype) for tail in tails)
 
 
-def load_rows(workspace: Workspace, inputs: RowInputs, window: Window) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """X = (q', β k') [Z, C, 2, K], F = k' [Z, C, K], γ [Z, C, K] and βv [Z, C, V] of a window, before any decay.
-
-    K and V are those of ``product_dims``.
-    """
-    request, Z, C = inputs.request, window.Z, window.rows
-    K, V = product_dims(request)
-    X = workspace("X", Z, C, 2, K)
-    F = workspace("F", Z, C, K)
-    inputs.load_unit(request.q, window, X[:, :, 0], request.scale)
-    inputs.load_unit(request.k, window, F)
-    beta = inputs.load_beta(window, workspace)
-    torch.mul(F, beta, out=X[:, :, 1])
-    decay = inputs.load_log_decay(window, workspace("decay", Z, C, K), LOG2_E)
-    bv = workspace("v", Z, C, V)
-    v = window.lift(request.v, bv)
-    torch.mul(v, beta.view(*v.shape[:-1], 1), out=bv.view(v.shape))
-    return X, F, decay, bv
-
-
 def _run_window(
     workspace: Workspace, inputs: RowInputs, window: Window, S: Tensor, o: Tensor, states: States,
     starts: list[Tensor], products: list[Tensor],
@@ -95,8 +78,16 @@ def _run_window(
 
     ``starts`` take the states at chunks' starts, and ``products`` v_new, M and A where they are saved.
     """
-    Z, C, V = window.Z, window.rows, S.shape[-1]
-    X, F, decay, r = load_rows(workspace, inputs, window)
+    request, Z, C, (_, K, V) = inputs.request, window.Z, window.rows, S.shape
+    # Rows before any decay: X = (q', β k'), F = k', γ·LOG2_E and βv, which becomes r.
+    X, F, r = workspace("X", Z, C, 2, K), workspace("F", Z, C, K), workspace("v", Z, C, V)
+    inputs.load_unit(request.q, window, X[:, :, 0], request.scale)
+    inputs.load_unit(request.k, window, F)
+    beta = inputs.load_beta(window, workspace)
+    torch.mul(F, beta, out=X[:, :, 1])
+    decay = inputs.load_log_decay(window, workspace("decay", Z, C, K), LOG2_E)
+    v = window.lift(request.v, r)
+    torch.mul(v, beta.view(*v.shape[:-1], 1), out=r.view(v.shape))
     M, A, total = pairwise(workspace, X, F, decay)
     outputs, v_new = workspace("o", Z, C, V), workspace("v_new", Z, C, V)
     operands = window.by_step(*X.unbind(2), F.transpose(1, 2), total.unsqueeze(-1), A, r, outputs, v_new)

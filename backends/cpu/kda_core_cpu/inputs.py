@@ -100,28 +100,21 @@ class RowInputs:
         torch.mul(q, of_q, out=into_q)
         return into_k, into_q
 
-    def load_decay(self, window: TokenWindow, into: Tensor) -> Tensor:
-        """d = exp(γ); ``into`` is scratch."""
-        memory = with_slack(into)
-        if not self.request.use_gate_in_kernel:
-            own = window.view(self.request.g, self.dtype)
-            # The caller's memory has no slack behind it.
-            if own is not None and memory.numel() == into.numel():
-                return torch.exp(own, out=into)
-        self.load_log_decay(window, into)
-        memory.exp_()
-        return into
-
-    def load_decays(self, window: Window, into: Tensor, workspace: Workspace) -> Tensor:
-        """d = exp(γ) for rows that multiply a state one after another; ``into`` is scratch.
+    def load_decay(self, window: Window | TokenWindow, into: Tensor, workspace: Workspace) -> Tensor:
+        """d = exp(γ); ``into`` is scratch.
 
         Rounding to the compute dtype changes d by up to half a unit in the last place. A constant γ has the same error
-        in every row, and a slow channel would drift. So the last of every _CORRECTED rows gets the errors of all of
-        them. expm1(γ) − (d − 1) is the error of d; d − 1 is exact for d ≥ 1/2, and faster channels need no correction.
+        in every row, and a slow channel would drift. So the last of every _CORRECTED rows that multiply a state one
+        after another gets the errors of all of them. expm1(γ) − (d − 1) is the error of d; d − 1 is exact for d ≥ 1/2,
+        and faster channels need no correction.
         """
-        log_decay = self.load_log_decay(window, workspace("lost", *window.shape, into.shape[-1]))
-        torch.exp(with_slack(log_decay), out=with_slack(into))
-        count = into.shape[-2] // _CORRECTED
+        memory, count = with_slack(into), window.rows // _CORRECTED
+        own = None if self.request.use_gate_in_kernel else window.view(self.request.g, self.dtype)
+        # The caller's memory has no slack behind it.
+        if own is not None and memory.numel() == into.numel():
+            return torch.exp(own, out=into)
+        log_decay = self.load_log_decay(window, workspace("lost", *into.shape) if count else into)
+        torch.exp(with_slack(log_decay), out=memory)
         if not count:
             return into
         lost = with_slack(log_decay).expm1_()[: into.numel()].view(into.shape)

@@ -29,9 +29,9 @@ from kda_core.request import DATA, ForwardResult, Request
 from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, updates_slot_in_place
 from kda_core_cpu.commit import commit
 from kda_core_cpu.inputs import RowInputs
-from kda_core_cpu.sequences import Sequences, lane_groups
+from kda_core_cpu.sequences import Sequences, has_one_token_each, lane_groups
 from kda_core_cpu.small_step import row_sums, small_step
-from kda_core_cpu.states import States
+from kda_core_cpu.states import States, first_slots
 from kda_core_cpu.windows import TokenWindow, Window
 from kda_core_cpu.workspace import Workspace, empty_output
 
@@ -49,7 +49,7 @@ def tree_forward(request: Request) -> ForwardResult:
     packed, (row, sequence, token) = as_branches(request)
     found, o = general_forward(packed).o, empty_output(request)
     o[sequence, token] = found[0, row]
-    live = torch.tensor(States(request).slot, device="cpu")[sequence] >= 0
+    live = torch.tensor(first_slots(request), device="cpu")[sequence] >= 0
     row, sequence, token = (x[live] for x in (row, sequence, token))
     request.records[sequence, token] = packed.records[0, row]  # type: ignore[index]
     return ForwardResult(o=o)
@@ -80,11 +80,10 @@ def general_forward(request: Request) -> ForwardResult:
     """Run any call of ``fused_recurrent_kda``."""
     states, o = States(request), empty_output(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
-    step = TokenWindow.of(request) if request.records is None else None
-    if step is None:
-        _run_sequences(request, states, workspace, inputs, o)
+    if request.records is None and request.N and has_one_token_each(request):
+        _run_step(TokenWindow(request), states, workspace, inputs, o)
     else:
-        _run_step(step, states, workspace, inputs, o)
+        _run_sequences(request, states, workspace, inputs, o)
     return ForwardResult(o=o, final_state=states.result)
 
 
@@ -195,10 +194,7 @@ def _load_rows(
     kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
     k, q = inputs.load_units(window, workspace, kq)
     qk = torch.mul(q, k, out=d).sum(-1, keepdim=True)
-    if isinstance(window, TokenWindow):
-        inputs.load_decay(window, d)
-    else:
-        inputs.load_decays(window, d, workspace)
+    inputs.load_decay(window, d, workspace)
     beta = inputs.load_beta(window, workspace)
     torch.mul(inputs.read(inputs.request.v, window, w), beta, out=w)
     return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, w.unsqueeze(-2), w, o

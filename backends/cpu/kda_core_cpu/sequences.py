@@ -25,6 +25,13 @@ def token_counts(request: Request) -> Tensor:
     return (request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu).long().diff()
 
 
+def has_one_token_each(request: Request) -> bool:
+    """Whether every sequence has one token, and lies behind the one before it."""
+    if request.cu_seqlens is None:
+        return request.T == 1
+    return request.cu_seqlens.tolist() == list(range(request.N + 1))
+
+
 class Sequences:
     """Places of a request's sequences; index tensors are int64, one element a sequence.
 

@@ -19,7 +19,7 @@ class States:
     """Reads the initial and writes the final states of lanes: some heads of some sequences, [lanes, K, V].
 
     Attributes:
-        slot: [N] slot that is read, or None without a pool; -1: the sequence is skipped and has zero output.
+        slot: ``first_slots``, or None without a pool; what is skipped has zero output.
         table: [N][1+S] slot to write after each token, -1 for none; or None.
         sums_rows: as ``choose.sums_rows``.
         at_home: whether a sequence's old states lie where its new ones are written.
@@ -50,27 +50,23 @@ class States:
             self.result = torch.empty(request.state_shape, dtype=request.state_dtype, device="cpu")
             self.home = key_first(self.result, request)
         if request.inplace_final_state and request.checkpoint_indices is not None:
-            self._find_checkpoints(request)
+            self._every = request.checkpoint_every
+            self._checkpoint_home = key_first(getattr(request, request.checkpoint_states), request)
+            rows = _rows(request.checkpoint_indices, request.pad_slot_id)
+            counts = (token_counts(request) // self._every).tolist()
+            self.checkpoints = [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def _find_slots(self, request: Request) -> None:
         """Look up the slots of a pool; the core has checked their values."""
-        if request.ssm_state_indices is None:
-            self.slot = self._read = self._written = list(range(request.N))
-            return
-        rows = _rows(request.ssm_state_indices, request.pad_slot_id)
-        self.slot = [row[0] for row in rows]
-        if request.num_accepted_tokens is not None:
-            self.slot = [row[count - 1] for row, count in zip(rows, request.num_accepted_tokens.tolist(), strict=True)]
-        other = request.final_state_indices
-        targets = rows if other is None else _rows(other, request.pad_slot_id)
+        self.slot = self._read = self._written = first_slots(request)
         if request.writes_every_token:
-            self.table = targets
-        self._read = self._written = self.slot
+            self.table = _rows(request.written_slots, request.pad_slot_id)
+        other = request.final_state_indices
         if request.has_initial_state is None and request.update_state and other is None:
             return
         # States are read from a copy, in which some are zero. A sequence without tokens writes nothing.
         lengths = token_counts(request).tolist()
-        last = self.slot if other is None else [row[0] for row in targets]
+        last = self.slot if other is None else [row[0] for row in _rows(other, request.pad_slot_id)]
         self._written = [slot if length else -1 for slot, length in zip(last, lengths, strict=True)]
         self._read, self.at_home = None, False
         if self.initial is not None:
@@ -81,13 +77,6 @@ class States:
             found = self.initial.new_zeros(len(slots), *self.initial.shape[1:])
             found[read] = self.initial[slots[read]]
             self.initial = found
-
-    def _find_checkpoints(self, request: Request) -> None:
-        self._every = request.checkpoint_every
-        self._checkpoint_home = key_first(getattr(request, request.checkpoint_states), request)
-        rows = _rows(request.checkpoint_indices, request.pad_slot_id)
-        counts = (token_counts(request) // self._every).tolist()
-        self.checkpoints = [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     @property
     def skipped(self) -> Tensor | None:
@@ -110,14 +99,9 @@ class States:
         """The states before the first token in their stored dtype, maybe a view; None when they are zero."""
         if self.initial is None:
             return None
-        view = self.view(ids, heads)
-        if view is not None:
-            return view
-        return self.initial[torch.tensor(_at(self._read, ids), device="cpu"), heads].flatten(0, 1)
-
-    def view(self, ids: list[int], heads: slice) -> Tensor | None:
-        """A view of the stored states before the first token, or None if there is none."""
-        return None if self.initial is None else _view(self.initial, _at(self._read, ids), heads)
+        index = _at(self._read, ids)
+        view = _view(self.initial, index, heads)
+        return self.initial[torch.tensor(index, device="cpu"), heads].flatten(0, 1) if view is None else view
 
     def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
         """A view of the memory for the last states of ``ids``, if it has the layout of ``scratch``, else None.
@@ -154,6 +138,16 @@ class States:
         rows = [self.checkpoints[i] for i in ids]
         slots = [row[column] if column < len(row) else -1 for row in rows]
         _put(self._checkpoint_home, slots, heads, states[:, :K, :V])
+
+
+def first_slots(request: Request) -> list[int]:
+    """[N] slot of a pool that each sequence reads; -1: the sequence is skipped and touches none."""
+    if request.ssm_state_indices is None:
+        return list(range(request.N))
+    rows = _rows(request.ssm_state_indices, request.pad_slot_id)
+    if request.num_accepted_tokens is None:
+        return [row[0] for row in rows]
+    return [row[count - 1] for row, count in zip(rows, request.num_accepted_tokens.tolist(), strict=True)]
 
 
 def _at(places: list[int] | None, ids: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import Request
-from kda_core_cpu.sequences import Group, token_counts
+from kda_core_cpu.sequences import Group
 
 
 class Window:
@@ -184,23 +184,15 @@ class TokenWindow:
     """One token of every sequence, the rows of a decoding step: a light ``Window`` of [N·HV, ·].
 
     Attributes:
-        pairs: one for every sequence.
+        pairs: one for every sequence; ``rows``: 1 of each.
         Z: number of rows, pairs times heads.
         shape: [Z], the dimensions before the channels.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.pairs, self.heads = request, request.N, slice(0, request.HV)
-        self.Z = self.pairs * self.heads.stop
+        self.Z, self.rows = self.pairs * self.heads.stop, 1
         self.shape = (self.Z,)
-
-    @classmethod
-    def of(cls, request: Request) -> TokenWindow | None:
-        """The window of ``request``, or None unless each of its sequences has one token."""
-        if request.cu_seqlens is None:
-            return cls(request) if request.T == 1 and request.N else None
-        one_each = request.N and bool((token_counts(request) == 1).all())
-        return cls(request) if one_each else None
 
     def _tokens(self, x: Tensor) -> Tensor:
         """[N, heads, D] of ``x`` [B, T, heads, D]."""
