@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import Request
-from kda_core_cpu.gate import log_decay, log_decay_backward, rate_of
+from kda_core_cpu.gate import log_decay, log_decay_backward, parameters
 from kda_core_cpu.windows import TokenWindow, Window
 from kda_core_cpu.workspace import Workspace, with_slack
 
@@ -53,10 +53,9 @@ class RowInputs:
         self.shared = request.HV // request.H
         self.rate = self.bias = None
         if request.use_gate_in_kernel:
-            self.rate = rate_of(request.A_log, self.dtype)
-            if request.dt_bias is not None:
-                bias = request.dt_bias.to(self.dtype)
-                self.bias = bias if K in (None, request.K) else torch.nn.functional.pad(bias, (0, K - request.K))
+            self.rate, self.bias = parameters(request, self.dtype)
+            if self.bias is not None and K not in (None, request.K):
+                self.bias = torch.nn.functional.pad(self.bias, (0, K - request.K))
 
     def load_unit(self, x: Tensor, window: Window, into: Tensor, scale: float = 1.0) -> Tensor | None:
         """Rows of q or k times ``scale``; with l2norm they are normalised first, and their inverse norms are returned.
@@ -169,7 +168,7 @@ class RowInputs:
 
     def _gate_parameters(self, window: Window | TokenWindow) -> tuple[Tensor | None, Tensor | None]:
         """Rate and bias of the window's heads, to broadcast against [pairs, heads, ..., K]."""
-        rate = None if self.rate is None else self.rate[window.heads, None]
+        rate = None if self.rate is None else self.rate[window.heads]
         bias = None if self.bias is None else self.bias[window.heads]
         if len(window.shape) == 1:
             return rate, bias
