@@ -97,8 +97,9 @@ class _Backward:
         window.store(x, into.unsqueeze(-1) if name == "beta" else into, shared)
 
     def result(self) -> BackwardResult:
-        for name in {"A_log", "dt_bias"} & self.grads.keys():
-            self.grads[name] = self.grads[name].to(getattr(self.request, name).dtype)
+        for name in ("A_log", "dt_bias"):
+            if name in self.grads:
+                self.grads[name] = self.grads[name].to(getattr(self.request, name).dtype)
         return BackwardResult(self.grads)
 
     def run(self, window: Window, dS: Tensor) -> None:

@@ -95,10 +95,9 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
     own = step.view(o, request.compute_dtype)
     rows = workspace("o", step.Z, request.V) if own is None else own
     token = _Token(*_load_rows(workspace, inputs, step, rows))
-    slots = states.slot or [0]
-    every = min(slots) >= 0
-    lanes = group_lanes(request.K, request.V, step=True)
-    runs = [(False, range(step.pairs))] if every else itertools.groupby(range(step.pairs), lambda n: slots[n] < 0)
+    lanes, slots, every = group_lanes(request.K, request.V, step=True), states.slot or [], range(step.pairs)
+    some_skipped = min(slots, default=0) < 0
+    runs = itertools.groupby(every, lambda n: slots[n] < 0) if some_skipped else [(False, every)]
     for skipped, run in runs:
         ids = list(run)
         first, last = ids[0] * HV, (ids[-1] + 1) * HV
@@ -106,7 +105,8 @@ def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: R
             rows[first:last].zero_()
             continue
         blocks = _Block(ids, [1] * len(ids), step.heads, states).cut(lanes, step=True)
-        parts = (token if every else token.lanes(first, last)).split([len(b.ids) * b.n_heads for b in blocks])
+        live = token.lanes(first, last) if some_skipped else token
+        parts = live.split([len(block.ids) * block.n_heads for block in blocks])
         for block, part in zip(blocks, parts, strict=True):
             block.begin(workspace)
             _advance(part, block.source, block.S, states, workspace)
