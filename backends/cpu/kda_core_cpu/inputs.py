@@ -113,9 +113,10 @@ class RowInputs:
         if own is not None and memory.numel() == into.numel():
             return torch.exp(own, out=into)
         log_decay = self.load_log_decay(window, workspace("lost", *into.shape) if count else into)
-        torch.exp(with_slack(log_decay), out=memory)
         if not count:
+            memory.exp_()
             return into
+        torch.exp(with_slack(log_decay), out=memory)
         lost = with_slack(log_decay).expm1_()[: into.numel()].view(into.shape)
         lost.sub_(into - 1).mul_(into >= 0.5)
         rows, lost = (x[:, : count * _CORRECTED].unflatten(1, (count, _CORRECTED)) for x in (into, lost))

@@ -269,7 +269,7 @@ class _Block:
         elif source.data_ptr() != self.S.data_ptr():
             self.source = source
             # Lanes without a token have no first token to read their state.
-            if self.live < len(source):
+            if not self.lengths[-1]:
                 self.S[self.live :].copy_(source[self.live :])
 
     def end(self) -> None:
