@@ -17,7 +17,7 @@ The states at chunk starts come from the forward; M, A and v_new are computed ag
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from kda_core_cpu.choose import group_lanes, product_dims, rows_per_chunk, windo
 from kda_core_cpu.chunk_forward import chunk_forward
 from kda_core_cpu.inputs import RowInputs, inverse_norm_backward
 from kda_core_cpu.levels import LOG2_E, decay_rows, pairwise, pairwise_backward
-from kda_core_cpu.results import Saved
 from kda_core_cpu.sequences import Sequences, lane_groups
 from kda_core_cpu.states import key_first
 from kda_core_cpu.windows import Window
@@ -40,24 +39,22 @@ _ROW_INPUTS = frozenset({"q", "k", "g", "beta", "A_log", "dt_bias"})
 def chunk_backward(request: Request, chunks: int | None = None, lanes: int | None = None) -> BackwardResult:
     """Gradients of ``chunk_kda`` for the inputs in ``request.needs_grad``; other arguments as for ``chunk_forward``."""
     C = rows_per_chunk(request)
-    sequences = Sequences.of(request)
-    saved = Saved.of(request.saved)
     K, V = product_dims(request)
-    workspace, inputs = Workspace(request.compute_dtype), RowInputs(request, K)
-    grads = _Gradients(request)
+    backward = _Backward(request)
     chunks = chunks or window_chunks(K, V, C, backward=True)
-    for group in lane_groups(sequences, request, C, lanes or group_lanes(K, V)):
+    given = request.grad_final_state
+    for group in lane_groups(Sequences(request), request, C, lanes or group_lanes(K, V)):
         dS = torch.zeros(len(group.ids), group.n_heads, K, V, dtype=request.compute_dtype, device="cpu")
         of_states = dS[..., : request.K, : request.V]
-        if request.grad_final_state is not None:
-            of_states.copy_(group.rows_of(key_first(request.grad_final_state, request)))
-        of_lanes = dS.flatten(0, 1)
+        ids = group.ids if group.span is None else group.span
+        if given is not None:
+            of_states.copy_(key_first(given, request)[ids, group.heads])
         for i0, i1 in reversed(group.windows(chunks)):
-            _Backstep(workspace, inputs, Window(group, i0, i1), saved, grads).run(of_lanes)
-        if grads.initial_state is not None:
-            index = group.ids if group.span is None else group.span
-            grads.initial_state[index, group.heads] = of_states.to(grads.initial_state.dtype)
-    return grads.result()
+            backward.run(Window(group, i0, i1), dS.flatten(0, 1))
+        if "initial_state" in backward.grads:
+            grad = backward.grads["initial_state"]
+            key_first(grad, request)[ids, group.heads] = of_states.to(grad.dtype)
+    return backward.result()
 
 
 def recurrent_backward(request: Request) -> BackwardResult:
@@ -69,94 +66,67 @@ def recurrent_backward(request: Request) -> BackwardResult:
     return chunk_backward(replace(request, disable_recompute=False, saved=chunk_forward(forward).saved))
 
 
-class _Gradients:
-    """Gradients by input, filled window by window; only those that are asked for."""
+class _Backward:
+    """One backward call, window by window; ``grads``: the gradients that are asked for, by input."""
 
     def __init__(self, request: Request) -> None:
-        self.request = request
+        self.request, dtype = request, request.compute_dtype
+        self.workspace, self.inputs = Workspace(dtype), RowInputs(request, product_dims(request)[0])
+        self.starts, *self.products = (x.flatten(0, 1) for x in request.saved)
         self.rows = bool(request.needs_grad & _ROW_INPUTS)
         self.decay = bool(request.needs_grad & {"g", "A_log", "dt_bias"})
-        self.tensors: dict[str, Tensor] = {}
+        self.grads: dict[str, Tensor] = {}
         for name in ("q", "k", "v", "g", "beta", "initial_state"):
             if name in request.needs_grad:
                 like = getattr(request, name)
                 # Rows of no sequence have zero gradients; only packed layouts have such rows.
                 make = torch.empty if request.cu_seqlens is None or name == "initial_state" else torch.zeros
-                self.tensors[name] = make(like.shape, dtype=like.dtype, device="cpu")
+                self.grads[name] = make(like.shape, dtype=like.dtype, device="cpu")
         # Sums over all tokens stay in the compute dtype until the end.
-        if "A_log" in request.needs_grad:
-            self.tensors["A_log"] = torch.zeros(request.HV, dtype=request.compute_dtype, device="cpu")
-        if "dt_bias" in request.needs_grad:
-            self.tensors["dt_bias"] = torch.zeros(request.HV, request.K, dtype=request.compute_dtype, device="cpu")
-        initial = self.tensors.get("initial_state")
-        self.initial_state = None if initial is None else key_first(initial, request)
+        for name, shape in (("A_log", (request.HV,)), ("dt_bias", (request.HV, request.K))):
+            if name in request.needs_grad:
+                self.grads[name] = torch.zeros(shape, dtype=dtype, device="cpu")
 
     def store(self, name: str, window: Window, x: Tensor, shared: int = 1) -> None:
         """Write rows [Z, C, D]; ``shared`` value heads that read one query/key head are summed."""
-        if name not in self.tensors:
+        if name not in self.grads:
             return
         if shared > 1:
             x = x.unflatten(0, (-1, shared)).sum(1)
-        into = self.tensors[name]
+        into = self.grads[name]
         window.store(x, into.unsqueeze(-1) if name == "beta" else into, shared)
 
-    def add(self, name: str, window: Window, x: Tensor) -> None:
-        """Add sums over a window's tokens to a parameter's gradient."""
-        if name in self.tensors:
-            self.tensors[name][window.heads] += x
-
     def result(self) -> BackwardResult:
-        grads = dict(self.tensors)
         for name in ("A_log", "dt_bias"):
-            if name in grads:
-                grads[name] = grads[name].to(getattr(self.request, name).dtype)
-        return BackwardResult(grads)
+            if name in self.grads:
+                self.grads[name] = self.grads[name].to(getattr(self.request, name).dtype)
+        return BackwardResult(self.grads)
 
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of a window before any decay (inputs.py), which the gradients of the inputs need.
-
-    ``decay`` is γ·LOG2_E, and becomes d when the rows are decayed.
-    """
-
-    q: Tensor
-    q_inverse_norm: Tensor | None
-    k: Tensor
-    k_inverse_norm: Tensor | None
-    v: Tensor
-    beta: Tensor
-    decay: Tensor
-
-
-@dataclass(frozen=True)
-class _Backstep:
-    workspace: Workspace
-    inputs: RowInputs
-    window: Window
-    saved: Saved
-    grads: _Gradients
-
-    def run(self, dS: Tensor) -> None:
+    def run(self, window: Window, dS: Tensor) -> None:
         """Take the gradients ``dS`` [lanes, K, V] of a group's states back through the window, in place."""
-        request, workspace, window, saved = self.inputs.request, self.workspace, self.window, self.saved
+        request, workspace, inputs = self.request, self.workspace, self.inputs
         Z, C, (K, V) = window.Z, window.rows, product_dims(request)
-        rows = self._load_rows()
+        # Rows before any decay (inputs.py); ``decay`` is γ·LOG2_E, and becomes d when they are decayed.
+        q, k = workspace("q", Z, C, K), workspace("k", Z, C, K)
+        inverse_norms = inputs.load_unit(request.q, window, q), inputs.load_unit(request.k, window, k)
+        beta = inputs.load_beta(window, workspace)
+        decay = inputs.load_log_decay(window, workspace("decay", Z, C, K), LOG2_E)
+        values = window.load(request.v, workspace("v", Z, C, V))
         X, F = workspace("X", Z, C, 2, K), workspace("F", Z, C, K)
-        torch.mul(rows.q, request.scale, out=X[:, :, 0])
-        torch.mul(rows.k, rows.beta, out=X[:, :, 1])
-        F.copy_(rows.k)
-        S = saved.states.get(window, workspace("S", Z, K, V))
+        torch.mul(q, request.scale, out=X[:, :, 0])
+        torch.mul(k, beta, out=X[:, :, 1])
+        F.copy_(k)
+        S = window.get_chunks(self.starts, workspace("S", Z, K, V))
         v_new = workspace("v_new", Z, C, V)
-        if saved.products is None:
-            M, A, total = pairwise(workspace, X, F, rows.decay, keep=self.grads.rows)
-            read = product(X[:, :, 1], S, out=workspace("dr", Z, C, V))
-            r = torch.mul(rows.v, rows.beta, out=workspace("dv_new", Z, C, V)).sub_(read)
-            product(A, r, out=v_new)
-        else:
-            total = decay_rows(workspace, X, F, rows.decay, keep=self.grads.rows)
+        if self.products:
+            total = decay_rows(workspace, X, F, decay, keep=self.rows)
             scratch = (v_new, workspace("M", Z, C, C), workspace("A", Z, C, C))
-            v_new, M, A = (record.get(window, x) for record, x in zip(saved.products, scratch, strict=True))
+            v_new, M, A = (window.get_chunks(record, x) for record, x in zip(self.products, scratch, strict=True))
+        else:
+            M, A, total = pairwise(workspace, X, F, decay, keep=self.rows)
+            read = product(X[:, :, 1], S, out=workspace("dr", Z, C, V))
+            r = torch.mul(values, beta, out=workspace("dv_new", Z, C, V)).sub_(read)
+            product(A, r, out=v_new)
         total = total.unsqueeze(-1)
 
         D = workspace("D", Z, C, 2, V)
@@ -170,68 +140,55 @@ class _Backstep:
         dr = workspace("dr", Z, C, V)
         operands = (X.flatten(1, 2).transpose(1, 2), F, total, A.transpose(1, 2), v_new, S)
         results = (dv_new, dr, D[:, :, 1], D.flatten(1, 2), dF, dlog_total)
-        for x, f, decay, a, v, s, du, dv, minus_dv, d, df, dlog in reversed(window.by_step(*operands, *results)):
+        for x, f, d_total, a, v, s, du, dv, minus_dv, d, df, dlog in reversed(window.by_step(*operands, *results)):
             state_grad = dS[: len(x)]
             product(a, du.baddbmm_(f, state_grad), out=dv)
             torch.neg(dv, out=minus_dv)
-            if self.grads.rows:
+            if self.rows:
                 product(v, state_grad.transpose(1, 2), out=df)
                 products = torch.mul(s, state_grad, out=workspace("state products", *s.shape))
                 torch.sum(products, -1, out=dlog)
-            state_grad.mul_(decay).baddbmm_(x, d)
-        dbeta = torch.mul(rows.v, dr, out=workspace("v products", Z, C, V)).sum(-1, keepdim=True)
-        self.grads.store("v", window, dr.mul_(rows.beta))
-        if not self.grads.rows:
+            state_grad.mul_(d_total).baddbmm_(x, d)
+        dbeta = torch.mul(values, dr, out=workspace("v products", Z, C, V)).sum(-1, keepdim=True)
+        self.store("v", window, dr.mul_(beta))
+        if not self.rows:
             return
         dX = product(D.flatten(1, 2), S.transpose(1, 2), out=workspace("dX", Z, 2 * C, K)).view(Z, C, 2, K)
         dP = product(D.flatten(1, 2), v_new.transpose(1, 2), out=workspace("dP", Z, 2 * C, C)).view(Z, C, 2, C)
         dlog_total.mul_(total.squeeze(-1))
-        dlog = pairwise_backward(workspace, rows.decay, dX, dF, dP, dlog_total)
+        dlog = pairwise_backward(workspace, decay, dX, dF, dP, dlog_total)
         diagonal = dP[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)
-        self._row_gradients(rows, dX, dF, dlog, diagonal, dbeta)
-
-    def _load_rows(self) -> _Rows:
-        workspace, inputs, window = self.workspace, self.inputs, self.window
-        request, Z, C = inputs.request, window.Z, window.rows
-        K, V = product_dims(request)
-        q, k = workspace("q", Z, C, K), workspace("k", Z, C, K)
-        q_inverse_norm = inputs.load_unit(request.q, window, q)
-        k_inverse_norm = inputs.load_unit(request.k, window, k)
-        beta = inputs.load_beta(window, workspace("beta", Z, C, 1))
-        decay = inputs.load_log_decay(window, workspace("decay", Z, C, K), LOG2_E)
-        v = window.load(request.v, workspace("v", Z, C, V))
-        return _Rows(q, q_inverse_norm, k, k_inverse_norm, v, beta, decay)
+        self._row_gradients(window, (q, k, beta), inverse_norms, (dX, dF, dlog, diagonal, dbeta))
 
     def _row_gradients(
-        self, rows: _Rows, dX: Tensor, dF: Tensor, dlog: Tensor, diagonal: Tensor, dbeta: Tensor
-    ) -> None:
-        """From gradients of (q', βk'), k', the diagonal of M and γ's sum so far, those of the inputs."""
-        request, window, inputs, grads = self.inputs.request, self.window, self.inputs, self.grads
+        self, window: Window, rows: tuple[Tensor, ...], inverse_norms: tuple[Tensor | None, ...],
+        gradients: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        """From gradients of (q', βk'), k', γ's sum so far, the diagonal of M and β, those of the inputs."""
+        request, inputs, (q, k, beta) = self.request, self.inputs, rows
+        dX, dF, dlog, diagonal, dbeta = gradients
         dq, dbk = dX[:, :, 0], dX[:, :, 1]
-        k_products = torch.mul(rows.k, dbk, out=self.workspace("products", *rows.k.shape))
-        dbeta = inputs.beta_backward(window, self.workspace, rows.beta, dbeta + k_products.sum(-1, keepdim=True))
-        grads.store("beta", window, dbeta)
-        if grads.decay:
-            dlog.addcmul_(k_products, rows.beta)
-            dlog.addcmul_(torch.mul(rows.q, dq, out=k_products), dq.new_tensor(request.scale))
-            self._gate_gradients(dlog)
-        dF.addcmul_(dbk, rows.beta).addcmul_(rows.q, diagonal * request.scale)
-        dq.addcmul_(rows.k, diagonal).mul_(request.scale)
-        for name, unit, inverse, grad in (
-            ("q", rows.q, rows.q_inverse_norm, dq),
-            ("k", rows.k, rows.k_inverse_norm, dF),
-        ):
+        k_products = torch.mul(k, dbk, out=self.workspace("products", *k.shape))
+        dbeta = inputs.beta_backward(window, self.workspace, beta, dbeta + k_products.sum(-1, keepdim=True))
+        self.store("beta", window, dbeta)
+        if self.decay:
+            dlog.addcmul_(k_products, beta)
+            dlog.addcmul_(torch.mul(q, dq, out=k_products), dq.new_tensor(request.scale))
+            self._gate_gradients(window, dlog)
+        dF.addcmul_(dbk, beta).addcmul_(q, diagonal * request.scale)
+        dq.addcmul_(k, diagonal).mul_(request.scale)
+        for name, unit, inverse, grad in zip("qk", (q, k), inverse_norms, (dq, dF), strict=True):
             if inverse is not None:
                 inverse_norm_backward(unit, inverse, grad)
-            grads.store(name, window, grad, inputs.shared)
+            self.store(name, window, grad, inputs.shared)
 
-    def _gate_gradients(self, dlog: Tensor) -> None:
+    def _gate_gradients(self, window: Window, dlog: Tensor) -> None:
         """From dγ [Z, C, K], gradients of g, A_log and dt_bias."""
-        grads, window = self.grads, self.window
-        if not self.inputs.request.use_gate_in_kernel:
-            grads.store("g", window, dlog)
-            return
-        grad, summand = self.inputs.gate_backward(window, self.workspace("g", *dlog.shape), dlog)
-        grads.add("dt_bias", window, grad[..., : self.inputs.request.K].sum((0, 2)))
-        grads.add("A_log", window, summand.sum((0, 2, 3)))
-        grads.store("g", window, grad.flatten(0, 1))
+        if self.request.use_gate_in_kernel:
+            grad, summand = self.inputs.gate_backward(window, self.workspace("g", *dlog.shape), dlog)
+            if "dt_bias" in self.grads:
+                self.grads["dt_bias"][window.heads] += grad[..., : self.request.K].sum((0, 2))
+            if "A_log" in self.grads:
+                self.grads["A_log"][window.heads] += summand.sum((0, 2, 3))
+            dlog = grad.flatten(0, 1)
+        self.store("g", window, dlog)

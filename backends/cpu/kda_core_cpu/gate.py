@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kda_core.request import BackwardResult, GateRequest
+from kda_core.request import BackwardResult, GateRequest, Request
 
 _SOFTPLUS_IS_LINEAR = 40.0
 """Above it log(1 + exp(x)) is x, in fp64 too; exp(40) is far from overflow in fp32."""
@@ -29,11 +29,10 @@ _FEW = 1 << 12
 """Elements that are held in less time than it takes to look for a rate of 0."""
 
 
-def rate_of(A_log: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """exp(A_log) [HV], finite, or None for a rate of 1."""
-    if A_log is None:
-        return None
-    return hold_rate(A_log.to(dtype).exp())
+def parameters(request: Request | GateRequest, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """exp(A_log) [HV, 1], finite, and dt_bias [HV, K], in ``dtype``; None for a rate of 1, or no bias."""
+    rate = None if request.A_log is None else hold_rate(request.A_log.to(dtype).exp()).unsqueeze(-1)
+    return rate, None if request.dt_bias is None else request.dt_bias.to(dtype)
 
 
 def hold_rate(rate: Tensor) -> Tensor:
@@ -95,8 +94,7 @@ def gate_forward(request: GateRequest) -> Tensor:
     """``kda_gate``: a fresh contiguous tensor of g's shape, float32 (float64 for float64 g)."""
     dtype = request.output_dtype
     x = torch.empty(request.g.shape, dtype=dtype, device="cpu").copy_(request.g)
-    rate, bias = _parameters(request)
-    return log_decay(x, rate, bias, request.lower_bound)
+    return log_decay(x, *parameters(request, dtype), request.lower_bound)
 
 
 def gate_backward(request: GateRequest) -> BackwardResult:
@@ -104,9 +102,8 @@ def gate_backward(request: GateRequest) -> BackwardResult:
     dtype = request.output_dtype
     g, needs = request.g, request.needs_grad
     x = torch.empty(g.shape, dtype=dtype, device="cpu").copy_(g)
-    rate, bias = _parameters(request)
     grad = torch.zeros_like(x) if request.grad_output is None else request.grad_output.to(dtype)
-    grad_x, summand = log_decay_backward(x, rate, bias, request.lower_bound, grad)
+    grad_x, summand = log_decay_backward(x, *parameters(request, dtype), request.lower_bound, grad)
     leading = tuple(range(g.dim() - 2))
     grads = {}
     if "g" in needs:
@@ -117,10 +114,3 @@ def gate_backward(request: GateRequest) -> BackwardResult:
         total = grad_x.sum(leading) if leading else grad_x.clone()
         grads["dt_bias"] = total.to(request.dt_bias.dtype)
     return BackwardResult(grads)
-
-
-def _parameters(request: GateRequest) -> tuple[Tensor | None, Tensor | None]:
-    """Rate [HV, 1] and bias [HV, K] in the compute dtype."""
-    rate = rate_of(request.A_log, request.output_dtype)
-    bias = None if request.dt_bias is None else request.dt_bias.to(request.output_dtype)
-    return None if rate is None else rate[:, None], bias

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_core.request import Request
-from kda_core_cpu.gate import log_decay, log_decay_backward, rate_of
+from kda_core_cpu.gate import log_decay, log_decay_backward, parameters
 from kda_core_cpu.windows import TokenWindow, Window
 from kda_core_cpu.workspace import Workspace, with_slack
 
@@ -53,10 +53,9 @@ class RowInputs:
         self.shared = request.HV // request.H
         self.rate = self.bias = None
         if request.use_gate_in_kernel:
-            self.rate = rate_of(request.A_log, self.dtype)
-            if request.dt_bias is not None:
-                bias = request.dt_bias.to(self.dtype)
-                self.bias = bias if K in (None, request.K) else torch.nn.functional.pad(bias, (0, K - request.K))
+            self.rate, self.bias = parameters(request, self.dtype)
+            if self.bias is not None and K not in (None, request.K):
+                self.bias = torch.nn.functional.pad(self.bias, (0, K - request.K))
 
     def load_unit(self, x: Tensor, window: Window, into: Tensor, scale: float = 1.0) -> Tensor | None:
         """Rows of q or k times ``scale``; with l2norm they are normalised first, and their inverse norms are returned.
@@ -100,30 +99,24 @@ class RowInputs:
         torch.mul(q, of_q, out=into_q)
         return into_k, into_q
 
-    def load_decay(self, window: TokenWindow, into: Tensor) -> Tensor:
-        """d = exp(γ); ``into`` is scratch."""
-        memory = with_slack(into)
-        if not self.request.use_gate_in_kernel:
-            own = window.view(self.request.g, self.dtype)
-            # The caller's memory has no slack behind it.
-            if own is not None and memory.numel() == into.numel():
-                return torch.exp(own, out=into)
-        self.load_log_decay(window, into)
-        memory.exp_()
-        return into
-
-    def load_decays(self, window: Window, into: Tensor, workspace: Workspace) -> Tensor:
-        """d = exp(γ) for rows that multiply a state one after another; ``into`` is scratch.
+    def load_decay(self, window: Window | TokenWindow, into: Tensor, workspace: Workspace) -> Tensor:
+        """d = exp(γ); ``into`` is scratch.
 
         Rounding to the compute dtype changes d by up to half a unit in the last place. A constant γ has the same error
-        in every row, and a slow channel would drift. So the last of every _CORRECTED rows gets the errors of all of
-        them. expm1(γ) − (d − 1) is the error of d; d − 1 is exact for d ≥ 1/2, and faster channels need no correction.
+        in every row, and a slow channel would drift. So the last of every _CORRECTED rows that multiply a state one
+        after another gets the errors of all of them. expm1(γ) − (d − 1) is the error of d; d − 1 is exact for d ≥ 1/2,
+        and faster channels need no correction.
         """
-        log_decay = self.load_log_decay(window, workspace("lost", *window.shape, into.shape[-1]))
-        torch.exp(with_slack(log_decay), out=with_slack(into))
-        count = into.shape[-2] // _CORRECTED
+        memory, count = with_slack(into), window.rows // _CORRECTED
+        own = None if self.request.use_gate_in_kernel else window.view(self.request.g, self.dtype)
+        # The caller's memory has no slack behind it.
+        if own is not None and memory.numel() == into.numel():
+            return torch.exp(own, out=into)
+        log_decay = self.load_log_decay(window, workspace("lost", *into.shape) if count else into)
         if not count:
+            memory.exp_()
             return into
+        torch.exp(with_slack(log_decay), out=memory)
         lost = with_slack(log_decay).expm1_()[: into.numel()].view(into.shape)
         lost.sub_(into - 1).mul_(into >= 0.5)
         rows, lost = (x[:, : count * _CORRECTED].unflatten(1, (count, _CORRECTED)) for x in (into, lost))
@@ -146,23 +139,17 @@ class RowInputs:
             into.mul_(unit)
         return into
 
-    def read_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:
+    def load_beta(self, window: Window | TokenWindow, workspace: Workspace) -> Tensor:
         """β [..., 1], read-only."""
+        logits, scratch = self.request.beta.unsqueeze(-1), workspace("beta", *window.shape, 1)
         if not self.request.use_beta_sigmoid_in_kernel:
-            own = window.view(self.request.beta.unsqueeze(-1), self.dtype)
-            if own is not None:
-                return own
-        return self.load_beta(window, workspace("beta", *window.shape, 1))
-
-    def load_beta(self, window: Window | TokenWindow, into: Tensor) -> Tensor:
-        """β, [Z, C, 1]; ``into`` is scratch."""
-        window.load(self.request.beta.unsqueeze(-1), into)
-        if self.request.use_beta_sigmoid_in_kernel:
-            with_slack(into).sigmoid_()
-            if self.request.allow_neg_eigval:
-                into.mul_(2)
-            window.pad(into, 0.0)
-        return into
+            return self.read(logits, window, scratch)
+        window.load(logits, scratch)
+        with_slack(scratch).sigmoid_()
+        if self.request.allow_neg_eigval:
+            scratch.mul_(2)
+        window.pad(scratch, 0.0)
+        return scratch
 
     def beta_backward(self, window: Window, workspace: Workspace, beta: Tensor, grad: Tensor) -> Tensor:
         """Gradient of the caller's beta, in place on ``grad``."""
@@ -182,7 +169,7 @@ class RowInputs:
 
     def _gate_parameters(self, window: Window | TokenWindow) -> tuple[Tensor | None, Tensor | None]:
         """Rate and bias of the window's heads, to broadcast against [pairs, heads, ..., K]."""
-        rate = None if self.rate is None else self.rate[window.heads, None]
+        rate = None if self.rate is None else self.rate[window.heads]
         bias = None if self.bias is None else self.bias[window.heads]
         if len(window.shape) == 1:
             return rate, bias

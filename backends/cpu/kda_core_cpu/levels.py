@@ -167,15 +167,6 @@ def _levels_up(
         torch.exp2(with_slack(sums), out=with_slack(total))
 
 
-def _levels_down(workspace: Workspace, d: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """(b, second-half operands, first-half operands, total decays of the b-blocks [n, 2, 1, K]), largest b first."""
-    Z, C, K = d.shape
-    for b in reversed(block_sizes(C)):
-        n = Z * C // (2 * b)
-        total = _totals(workspace, d, b).view(n, 2, 1, K)
-        yield b, workspace(f"second{b}", n, 2 * b, K), workspace(f"first{b}", n, b, K), total
-
-
 def pairwise_backward(
     workspace: Workspace, d: Tensor, dX: Tensor, dF: Tensor, dP: Tensor, dlog_total: Tensor
 ) -> Tensor:
@@ -193,8 +184,10 @@ def pairwise_backward(
     """
     Z, C, K = d.shape
     dlog = dlog_total.view(Z, 1, 1, K)
-    for b, second, first, total in _levels_down(workspace, d):
-        n = first.shape[0]
+    for b in reversed(block_sizes(C)):
+        n = Z * C // (2 * b)
+        second, first = workspace(f"second{b}", n, 2 * b, K), workspace(f"first{b}", n, b, K)
+        total = _totals(workspace, d, b).view(n, 2, 1, K)
         dsecond, dfirst = _halves(dX, dF, b)
         products = workspace("products", n, 2 * b, K)
         dlog_halves = workspace(f"dlog{b}", n, 2, 1, K)

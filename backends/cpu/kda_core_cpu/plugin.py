@@ -12,7 +12,6 @@ from kda_core.capabilities import FEATURES_1_2, Available, BackendInfo, Capabili
 from kda_core.hookspecs import hookimpl
 from kda_core.request import AnyRequest, Request, TensorSpec
 from kda_core_cpu import __version__, chunk_backward, chunk_forward, commit, gate, recurrent
-from kda_core_cpu.results import saved_spec
 
 _INFO = BackendInfo(
     name="cpu", version=__version__, contract=SpecifierSet("~=1.2"), device_types=("cpu",), priority=10,
@@ -60,7 +59,7 @@ def kda_core_reject(request: AnyRequest) -> str | None:
 
 @hookimpl
 def kda_core_saved_spec(request: Request) -> tuple[TensorSpec, ...]:
-    return saved_spec(request) if request.op == "chunk_kda" else ()
+    return chunk_forward.saved_spec(request) if request.op == "chunk_kda" else ()
 
 
 kda_core_chunk_forward = _served_by(chunk_forward.chunk_forward)

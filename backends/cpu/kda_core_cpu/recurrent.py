@@ -26,15 +26,14 @@ import torch
 from torch import Tensor
 
 from kda_core.request import DATA, ForwardResult, Request
-from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, sums_rows, updates_slot_in_place
+from kda_core_cpu.choose import group_lanes, run_lanes, run_tokens, updates_slot_in_place
 from kda_core_cpu.commit import commit
 from kda_core_cpu.inputs import RowInputs
-from kda_core_cpu.results import empty_output
-from kda_core_cpu.sequences import Sequences, lane_groups
+from kda_core_cpu.sequences import Sequences, has_one_token_each, lane_groups
 from kda_core_cpu.small_step import row_sums, small_step
-from kda_core_cpu.states import PoolRows, States
+from kda_core_cpu.states import States, first_slots
 from kda_core_cpu.windows import TokenWindow, Window
-from kda_core_cpu.workspace import Workspace
+from kda_core_cpu.workspace import Workspace, empty_output
 
 
 def recurrent_forward(request: Request) -> ForwardResult:
@@ -48,9 +47,9 @@ def recurrent_forward(request: Request) -> ForwardResult:
 
 def tree_forward(request: Request) -> ForwardResult:
     packed, (row, sequence, token) = as_branches(request)
-    found, o, pool = general_forward(packed).o, empty_output(request), PoolRows.of(request)
+    found, o = general_forward(packed).o, empty_output(request)
     o[sequence, token] = found[0, row]
-    live = torch.tensor(pool.slot, device="cpu")[sequence] >= 0  # type: ignore[union-attr]
+    live = torch.tensor(first_slots(request), device="cpu")[sequence] >= 0
     row, sequence, token = (x[live] for x in (row, sequence, token))
     request.records[sequence, token] = packed.records[0, row]  # type: ignore[index]
     return ForwardResult(o=o)
@@ -79,71 +78,55 @@ def as_branches(r: Request) -> tuple[Request, tuple[Tensor, ...]]:
 
 def general_forward(request: Request) -> ForwardResult:
     """Run any call of ``fused_recurrent_kda``."""
-    pool = PoolRows.of(request)
-    states = States(request, pool)
-    o = empty_output(request)
+    states, o = States(request), empty_output(request)
     workspace, inputs = Workspace(request.compute_dtype), RowInputs(request)
-    step = TokenWindow.of(request) if request.records is None else None
-    if step is None:
-        _run_sequences(request, states, workspace, inputs, o)
+    if request.records is None and request.N and has_one_token_each(request):
+        _run_step(TokenWindow(request), states, workspace, inputs, o)
     else:
-        _run_step(step, states, workspace, inputs, o)
+        _run_sequences(request, states, workspace, inputs, o)
     return ForwardResult(o=o, final_state=states.result)
 
 
 def _run_step(step: TokenWindow, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """One token for every sequence."""
-    request, pool, heads = step.request, states.pool, step.heads
+    request, HV = step.request, step.heads.stop
     if step.pairs < request.B * request.T:
         o.zero_()
     own = step.view(o, request.compute_dtype)
     rows = workspace("o", step.Z, request.V) if own is None else own
     token = _Token(*_load_rows(workspace, inputs, step, rows))
-    live = [(0, step.pairs)]
-    if pool is not None and min(pool.slot) < 0:
-        live = list(_runs_of(slot >= 0 for slot in pool.slot))
-        for first, last in _runs_of(slot < 0 for slot in pool.slot):
-            rows[first * heads.stop : last * heads.stop].zero_()
-    lanes, reader = group_lanes(request.K, request.V, step=True), _Reader(workspace, states)
-    for first, last in live:
-        whole = _Block(list(range(first, last)), [1] * (last - first), heads)
-        of_these = token if last - first == step.pairs else token.lanes(first * heads.stop, last * heads.stop)
-        places = whole.places(lanes, states)
-        if places:
-            sizes = [S.shape[0] for _, S in places]
-            for part, place in zip(of_these.split(sizes), places, strict=True):
-                reader.advance(part, *place)
+    lanes, slots, every = group_lanes(request.K, request.V, step=True), states.slot or [], range(step.pairs)
+    some_skipped = min(slots, default=0) < 0
+    runs = itertools.groupby(every, lambda n: slots[n] < 0) if some_skipped else [(False, every)]
+    for skipped, run in runs:
+        ids = list(run)
+        first, last = ids[0] * HV, (ids[-1] + 1) * HV
+        if skipped:
+            rows[first:last].zero_()
             continue
-        blocks = whole.cut(lanes, states)
-        for block, part in zip(blocks, of_these.split([block.live for block in blocks]), strict=True):
-            block.begin(states, workspace)
-            reader.advance(part, block.source, block.S)
+        blocks = _Block(ids, [1] * len(ids), step.heads, states).cut(lanes, step=True)
+        live = token.lanes(first, last) if some_skipped else token
+        parts = live.split([len(block.ids) * block.n_heads for block in blocks])
+        for block, part in zip(blocks, parts, strict=True):
+            block.begin(workspace)
+            _advance(part, block.source, block.S, states, workspace)
             states.write_token(block.ids, block.heads, block.S, 0)
-            block.end(states)
+            block.end()
     if own is None:
         step.store(rows, o)
-
-
-def _runs_of(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
-    """[first, last) of every run of true flags."""
-    position = 0
-    for flag, run in itertools.groupby(flags):
-        first, position = position, position + sum(1 for _ in run)
-        if flag:
-            yield first, position
 
 
 def _run_sequences(request: Request, states: States, workspace: Workspace, inputs: RowInputs, o: Tensor) -> None:
     """Any number of tokens."""
     run = run_tokens(request)
-    sequences = Sequences.of(request, None if states.pool is None else states.pool.skipped)
+    sequences = Sequences(request, states.skipped)
     if int(sequences.length.sum()) < request.B * request.T:
         o.zero_()
-    lanes, reader = group_lanes(request.K, request.V), _Reader(workspace, states)
+    lanes = group_lanes(request.K, request.V)
     for group in lane_groups(sequences, request, run, run_lanes(request, lanes)):
         runs = len(group.alive)
-        whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads)
-        blocks = whole.cut(lanes, states) if runs == 1 else [whole]
+        whole = _Block(group.ids.tolist(), sequences.length[group.ids].tolist(), group.heads, states)
+        blocks = whole.cut(lanes) if runs == 1 else [whole]
         sizes = [block.live for block in blocks]
         for i in range(runs):
             window = Window(group, i, i + 1)
@@ -154,16 +137,16 @@ def _run_sequences(request: Request, states: States, workspace: Workspace, input
             parts = zip(*(token.split(sizes) for token in tokens), strict=True)
             for block, part in zip(blocks, parts, strict=True):
                 if i == 0:
-                    block.begin(states, workspace)
-                block.walk(part, states, reader, i * run)
+                    block.begin(workspace)
+                block.walk(part, workspace, i * run)
                 if i == runs - 1:
-                    block.end(states)
+                    block.end()
             window.store(rows, o)
             if request.records is not None:
                 _store_records(workspace, window, updates, request.records)
         if runs == 0:
-            whole.begin(states, workspace)
-            whole.end(states)
+            whole.begin(workspace)
+            whole.end()
 
 
 def _store_records(workspace: Workspace, window: Window, updates: Tensor, records: Tensor) -> None:
@@ -211,99 +194,72 @@ def _load_rows(
     kq, d = workspace("kq", *window.shape, 2, K), workspace("d", *window.shape, K)
     k, q = inputs.load_units(window, workspace, kq)
     qk = torch.mul(q, k, out=d).sum(-1, keepdim=True)
-    if isinstance(window, TokenWindow):
-        inputs.load_decay(window, d)
-    else:
-        inputs.load_decays(window, d, workspace)
-    beta = inputs.read_beta(window, workspace)
+    inputs.load_decay(window, d, workspace)
+    beta = inputs.load_beta(window, workspace)
     torch.mul(inputs.read(inputs.request.v, window, w), beta, out=w)
     return kq, k.unsqueeze(-1), d.unsqueeze(-1), beta, qk, w.unsqueeze(-2), w, o
 
 
-class _Reader:
-    """Advances states by a token.
+def _advance(token: _Token, source: Tensor, S: Tensor, states: States, workspace: Workspace) -> None:
+    """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs.
 
     It reads kq·S [lanes, 2, V], both products in one pass: a batched product, or an embedding bag over S's rows with kq
     as weights (``choose.sums_rows``).
     """
-
-    def __init__(self, workspace: Workspace, states: States) -> None:
-        K, V = states.shape
-        self.workspace, self.V = workspace, V
-        self.sums_rows = sums_rows(states.dtype, K, V, states.v_first)
-
-    def advance(self, token: _Token, source: Tensor, S: Tensor) -> None:
-        """Write to ``S`` the states after a token of all its lanes, from those before it, and fill its outputs."""
-        kq, k, d, beta, qk, u, w, o = token
-        torch.mul(source, d, out=S)
-        shape = kq.shape[0], 2, self.V
-        y = row_sums(kq, S).view(shape) if self.sums_rows else torch.bmm(kq, S, out=self.workspace("y", *shape))
-        along_k, along_q = y.unbind(1)
-        w.addcmul_(beta, along_k, value=-1)
-        S.addcmul_(k, u)
-        torch.addcmul(along_q, qk, w, out=o)
+    kq, k, d, beta, qk, u, w, o = token
+    torch.mul(source, d, out=S)
+    shape = (*kq.shape[:2], S.shape[2])
+    y = row_sums(kq, S).view(shape) if states.sums_rows else torch.bmm(kq, S, out=workspace("y", *shape))
+    along_k, along_q = y.unbind(1)
+    w.addcmul_(beta, along_k, value=-1)
+    S.addcmul_(k, u)
+    torch.addcmul(along_q, qk, w, out=o)
 
 
 class _Block:
-    """Lanes whose states are walked together: ``heads`` of the sequences ``ids``, the longest of ``lengths`` first."""
+    """Lanes whose states are walked together: ``heads`` of the sequences ``ids``, the longest of ``lengths`` first.
 
-    def __init__(self, ids: list[int], lengths: list[int], heads: slice) -> None:
-        self.ids, self.lengths, self.heads = ids, lengths, heads
+    Attributes:
+        home: the memory of their last states if they are updated in it, else None.
+        S: the memory that they are updated in.
+        source: the states before the next token.
+    """
+
+    def __init__(self, ids: list[int], lengths: list[int], heads: slice, states: States) -> None:
+        self.ids, self.lengths, self.heads, self.states = ids, lengths, heads, states
         self.n_heads = heads.stop - heads.start
+        self.home = states.in_place(ids, heads)
         self.S: Tensor
         self.source: Tensor
-        self.in_place = False
 
     @property
     def live(self) -> int:
         """Lanes with at least one token; they come first."""
         return sum(length > 0 for length in self.lengths) * self.n_heads
 
-    def cut(self, lanes: int, states: States) -> list[_Block]:
+    def cut(self, lanes: int, step: bool = False) -> list[_Block]:
         """Blocks of about ``lanes`` lanes."""
         count = lanes // self.n_heads
-        if count > 1 and updates_slot_in_place(self.n_heads, *states.shape):
-            count = count if states.in_place(self.ids, self.heads) is not None else 1
-        if count >= len(self.ids):
+        if self.home is None and updates_slot_in_place(self.n_heads, *self.states.shape):
+            count = min(count, 1)
+        # Up to twice the lanes in a step: more calls cost more than one overflow of the cache.
+        if count >= len(self.ids) or (step and self.home is not None and len(self.home) <= 2 * lanes):
             return [self]
         blocks = []
         for i in range(0, len(self.ids), max(1, count)):
             ids, lengths = self.ids[i : i + max(1, count)], self.lengths[i : i + max(1, count)]
             for h in range(0, self.n_heads, lanes):
                 heads = slice(self.heads.start + h, min(self.heads.start + h + lanes, self.heads.stop))
-                blocks.append(_Block(ids, lengths, heads))
+                blocks.append(_Block(ids, lengths, heads, self.states))
         return blocks
 
-    def places(self, lanes: int, states: States) -> list[tuple[Tensor, Tensor]]:
-        """Views of the old and the new states of about ``lanes`` lanes each; empty if that needs copies.
-
-        A step on these views makes fewer torch calls than one on blocks.
-        """
-        found = _place(self.ids, self.heads, states)
-        places = [found]
-        if found is None and states.pool is not None and updates_slot_in_place(self.n_heads, *states.shape):
-            places = [_place([i], self.heads, states) for i in self.ids]
-        cut: list[tuple[Tensor, Tensor]] = []
-        for place in places:
-            if place is None:
-                return []
-            size = place[1].shape[0]
-            # Up to twice the lanes: more calls cost more than one overflow of the cache.
-            if size <= 2 * lanes:
-                cut.append(place)
-            else:
-                sizes = [min(lanes, size - i) for i in range(0, size, lanes)]
-                cut += zip(*(x.split_with_sizes(sizes) for x in place), strict=True)
-        return cut
-
-    def begin(self, states: States, workspace: Workspace) -> None:
-        """Set S, the memory of the states, and ``source``, the states before the first token."""
-        home = states.in_place(self.ids, self.heads)
-        self.in_place = home is not None
-        if home is not None and states.at_home:
-            self.S = self.source = home
+    def begin(self, workspace: Workspace) -> None:
+        """Set S and ``source`` before the first token."""
+        states = self.states
+        if self.home is not None and states.at_home:
+            self.S = self.source = self.home
             return
-        self.S = states.scratch(workspace, len(self.ids) * self.n_heads) if home is None else home
+        self.S = states.scratch(workspace, len(self.ids) * self.n_heads) if self.home is None else self.home
         source = states.source(self.ids, self.heads)
         self.source = self.S
         if source is None:
@@ -313,15 +269,15 @@ class _Block:
         elif source.data_ptr() != self.S.data_ptr():
             self.source = source
             # Lanes without a token have no first token to read their state.
-            if self.live < len(source):
+            if not self.lengths[-1]:
                 self.S[self.live :].copy_(source[self.live :])
 
-    def end(self, states: States) -> None:
+    def end(self) -> None:
         """Store the states, unless they were updated in place."""
-        if not self.in_place:
-            states.write(self.ids, self.heads, self.S)
+        if self.home is None:
+            self.states.write(self.ids, self.heads, self.S)
 
-    def walk(self, tokens: Iterable[_Token], states: States, reader: _Reader, first: int) -> None:
+    def walk(self, tokens: Iterable[_Token], workspace: Workspace, first: int) -> None:
         """Advance the states through a run of tokens, the first with number ``first``, and fill its outputs."""
         n, S, source = len(self.lengths), self.S, self.source
         lanes = n * self.n_heads
@@ -333,14 +289,7 @@ class _Block:
                     break
                 lanes = n * self.n_heads
                 S, source = S[:lanes], source[:lanes]
-            reader.advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S)
+            _advance(token if lanes == token.o.shape[0] else token.lanes(0, lanes), source, S, self.states, workspace)
             source = S
-            states.write_token(self.ids[:n], self.heads, S, t)
+            self.states.write_token(self.ids[:n], self.heads, S, t)
         self.source = self.S
-
-
-def _place(ids: list[int], heads: slice, states: States) -> tuple[Tensor, Tensor] | None:
-    """Views of the old and of the new states of ``ids``, or None."""
-    home = states.in_place(ids, heads)
-    source = home if states.at_home else states.view(ids, heads)
-    return None if home is None or source is None else (source, home)

@@ -25,14 +25,13 @@ def token_counts(request: Request) -> Tensor:
     return (request.cu_seqlens if request.cu_seqlens_cpu is None else request.cu_seqlens_cpu).long().diff()
 
 
-def chunk_bound(request: Request) -> int:
-    """Chunks of one batch row: exact for dense layouts, an upper bound from metadata alone for packed ones."""
+def has_one_token_each(request: Request) -> bool:
+    """Whether every sequence has one token, and lies behind the one before it."""
     if request.cu_seqlens is None:
-        return -(-request.T // request.chunk_size)
-    return request.T // request.chunk_size + request.N
+        return request.T == 1
+    return request.cu_seqlens.tolist() == list(range(request.N + 1))
 
 
-@dataclass(frozen=True)
 class Sequences:
     """Places of a request's sequences; index tensors are int64, one element a sequence.
 
@@ -41,40 +40,26 @@ class Sequences:
         start: first token within that row.
         length: tokens; zero for a skipped row of a pool.
         first_chunk: its first chunk of ``chunk_size`` rows in per-chunk results flattened to [B·NT, ...].
-        chunks: NT, such chunks of a batch row.
         chunk_size: distance of the per-chunk results, in rows.
         ids: the sequences that have work or a state to carry, longest first.
         packed: all of them lie in batch row 0.
     """
 
-    batch: Tensor
-    start: Tensor
-    length: Tensor
-    first_chunk: Tensor
-    chunks: int
-    chunk_size: int
-    ids: Tensor
-    packed: bool
-
-    @classmethod
-    def of(cls, request: Request, skip: Tensor | None = None) -> Sequences:
+    def __init__(self, request: Request, skip: Tensor | None = None) -> None:
         """Lay out ``request``; ``skip`` [N] marks rows that must not be touched."""
-        N, length, chunk = request.N, token_counts(request), request.chunk_size
-        counts = (length + chunk - 1) // chunk
-        first_chunk = counts.cumsum(0) - counts
-        packed = request.cu_seqlens is not None
-        if packed:
-            start, batch = length.cumsum(0) - length, torch.zeros(N, dtype=torch.long, device="cpu")
-            chunks = int(counts.sum())
-            ids = length.argsort(descending=True, stable=True)
+        self.length = length = token_counts(request)
+        self.chunk_size, self.packed = request.chunk_size, request.cu_seqlens is not None
+        counts = (length + self.chunk_size - 1) // self.chunk_size
+        self.first_chunk = counts.cumsum(0) - counts
+        if self.packed:
+            self.start, self.batch = length.cumsum(0) - length, torch.zeros_like(length)
+            self.ids = length.argsort(descending=True, stable=True)
         else:
-            start, batch = torch.zeros(N, dtype=torch.long, device="cpu"), torch.arange(N, device="cpu")
-            chunks = -(-request.T // chunk)
-            ids = batch
+            self.start, self.batch = torch.zeros_like(length), torch.arange(request.N, device="cpu")
+            self.ids = self.batch
         if skip is not None:
-            length = length.masked_fill(skip, 0)
-            ids = ids[~skip[ids]]
-        return cls(batch, start, length, first_chunk, chunks, chunk, ids, packed)
+            self.length = length.masked_fill(skip, 0)
+            self.ids = self.ids[~skip[self.ids]]
 
 
 @dataclass(frozen=True)
@@ -95,10 +80,6 @@ class Group:
     @property
     def n_heads(self) -> int:
         return self.heads.stop - self.heads.start
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """[n, heads, ...] of ``x`` [N, HV, ...]: a view when the sequences are neighbours, else a copy."""
-        return x[self.ids if self.span is None else self.span, self.heads]
 
     def windows(self, budget: int) -> list[tuple[int, int]]:
         """Cut the steps into windows [i0, i1) of at most ``budget`` chunks (but at least one step) each."""

@@ -15,8 +15,8 @@ from kda_core.request import ForwardResult, Request
 from kda_core_cpu.choose import is_small_step, sums_rows
 from kda_core_cpu.gate import hold_rate, log_decay
 from kda_core_cpu.inputs import norm_constants
-from kda_core_cpu.results import empty_output
-from kda_core_cpu.workspace import Workspace, with_slack
+from kda_core_cpu.sequences import has_one_token_each
+from kda_core_cpu.workspace import Workspace, empty_output, with_slack
 
 MAX_KEPT = 16
 """Shapes whose scratch memory is kept: each takes twice the memory of q, k and v in the compute dtype."""
@@ -32,7 +32,7 @@ def small_step(request: Request) -> ForwardResult | None:
         r = request
         known = (r.q.shape, r.V, r.compute_dtype, r.scale, r.state_v_first)
         key = memo[small_step] = known if is_small_step(r) else ()
-    if not key or not _has_one_token_each(request):
+    if not key or not has_one_token_each(request) or _skips(request):
         return None
     # Another thread that runs a step of this shape meanwhile finds nothing, and makes its own.
     step = _kept.pop(key, None) or _SmallStep(request)
@@ -43,14 +43,11 @@ def small_step(request: Request) -> ForwardResult | None:
     return result
 
 
-def _has_one_token_each(r: Request) -> bool:
-    """Whether each row is a sequence of its own, and none is skipped."""
-    if r.cu_seqlens is not None and r.cu_seqlens.tolist() != list(range(r.N + 1)):
-        return False
+def _skips(r: Request) -> bool:
     if r.ssm_state_indices is None:
-        return True
+        return False
     slots = r.ssm_state_indices.flatten().tolist()
-    return min(slots) >= 0 and r.pad_slot_id not in slots
+    return min(slots) < 0 or r.pad_slot_id in slots
 
 
 class _SmallStep:

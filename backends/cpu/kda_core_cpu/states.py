@@ -6,94 +6,82 @@ A pool is indexed only with the slots that a call uses, so that no other slot's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kda_core.request import Request
-from kda_core_cpu.choose import walks_v_first
+from kda_core_cpu.choose import sums_rows, walks_v_first
 from kda_core_cpu.sequences import token_counts
 from kda_core_cpu.workspace import Workspace
 
 
-@dataclass(frozen=True)
-class PoolRows:
-    """Which slots of the pool the sequences use; the core has checked their values.
+class States:
+    """Reads the initial and writes the final states of lanes: some heads of some sequences, [lanes, K, V].
 
     Attributes:
-        slot: [N] slot that is read first, and written last when there is no table; -1: the sequence is skipped,
-            touches no slot and has zero output.
+        slot: ``first_slots``, or None without a pool; what is skipped has zero output.
         table: [N][1+S] slot to write after each token, -1 for none; or None.
-        last: [N] slot to write after the last token, -1 for none, where it is not the one that is read; or None.
-        apart: states are read from a copy, in which some are zero, and not where they are written.
+        sums_rows: as ``choose.sums_rows``.
+        at_home: whether a sequence's old states lie where its new ones are written.
+        result: the final states that the call returns, or None.
+        checkpoints: [N][...] slots of the checkpoints, -1 for none; or None.
     """
 
-    slot: list[int]
-    table: list[list[int]] | None = None
-    last: list[int] | None = None
-    apart: bool = False
+    def __init__(self, request: Request) -> None:
+        self.dtype = request.compute_dtype
+        K, V = self.shape = (request.K, request.V)
+        self.v_first = walks_v_first(request)
+        self.sums_rows = sums_rows(self.dtype, K, V, self.v_first)
+        self._strides = (K * V, 1, K) if self.v_first else (K * V, V, 1)
+        self.slot: list[int] | None = None
+        self.table: list[list[int]] | None = None
+        self.result: Tensor | None = None
+        self.checkpoints: list[list[int]] | None = None
+        self.at_home = request.inplace_final_state
+        self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
+        written = request.written_states
+        self.home: Tensor | None = None if written is None else key_first(getattr(request, written), request)
+        # Where states lie in ``initial`` and in ``home``; -1: nowhere. None: those of sequence n are number n.
+        self._read: list[int] | None = None
+        self._written: list[int] | None = None
+        if request.inplace_final_state:
+            self._find_slots(request)
+        elif request.output_final_state:
+            self.result = torch.empty(request.state_shape, dtype=request.state_dtype, device="cpu")
+            self.home = key_first(self.result, request)
+        if request.inplace_final_state and request.checkpoint_indices is not None:
+            self._every = request.checkpoint_every
+            self._checkpoint_home = key_first(getattr(request, request.checkpoint_states), request)
+            rows = _rows(request.checkpoint_indices, request.pad_slot_id)
+            counts = (token_counts(request) // self._every).tolist()
+            self.checkpoints = [row[:count] for row, count in zip(rows, counts, strict=True)]
 
-    @classmethod
-    def of(cls, request: Request) -> PoolRows | None:
-        """The slots of ``request``; None when its states are dense."""
-        if not request.inplace_final_state:
-            return None
-        if request.ssm_state_indices is None:
-            return cls(list(range(request.N)))
-        rows = _rows(request.ssm_state_indices, request.pad_slot_id)
-        first = [row[0] for row in rows]
-        if request.num_accepted_tokens is not None:
-            first = [row[count - 1] for row, count in zip(rows, request.num_accepted_tokens.tolist(), strict=True)]
-        other, table = request.final_state_indices, None
-        targets = rows if other is None else _rows(other, request.pad_slot_id)
+    def _find_slots(self, request: Request) -> None:
+        """Look up the slots of a pool; the core has checked their values."""
+        self.slot = self._read = self._written = first_slots(request)
         if request.writes_every_token:
-            table = targets
+            self.table = _rows(request.written_slots, request.pad_slot_id)
+        other = request.final_state_indices
         if request.has_initial_state is None and request.update_state and other is None:
-            return cls(first, table)
-        # A sequence without tokens writes nothing, not even what it starts from.
+            return
+        # States are read from a copy, in which some are zero. A sequence without tokens writes nothing.
         lengths = token_counts(request).tolist()
-        last = first if other is None else [row[0] for row in targets]
-        last = [slot if length else -1 for slot, length in zip(last, lengths, strict=True)]
-        return cls(first, table, last, apart=True)
-
-    def gathered(self, request: Request, pool: Tensor) -> Tensor:
-        """[N, HV, K, V] states that the sequences start from, out of ``pool`` [slots, HV, K, V]."""
-        slots = torch.tensor(self.slot, dtype=torch.long, device="cpu")
-        read = slots >= 0
-        if request.has_initial_state is not None:
-            read &= request.has_initial_state
-        found = pool.new_zeros(len(slots), *pool.shape[1:])
-        found[read] = pool[slots[read]]
-        return found
+        last = self.slot if other is None else [row[0] for row in _rows(other, request.pad_slot_id)]
+        self._written = [slot if length else -1 for slot, length in zip(last, lengths, strict=True)]
+        self._read, self.at_home = None, False
+        if self.initial is not None:
+            slots = torch.tensor(self.slot, dtype=torch.long, device="cpu")
+            read = slots >= 0
+            if request.has_initial_state is not None:
+                read &= request.has_initial_state
+            found = self.initial.new_zeros(len(slots), *self.initial.shape[1:])
+            found[read] = self.initial[slots[read]]
+            self.initial = found
 
     @property
     def skipped(self) -> Tensor | None:
         """[N] bool, or None when no sequence is skipped."""
-        return torch.tensor(self.slot, device="cpu") < 0 if min(self.slot, default=0) < 0 else None
-
-
-class States:
-    """Reads the initial and writes the final states of lanes: some heads of some sequences, [lanes, K, V]."""
-
-    def __init__(self, request: Request, pool: PoolRows | None = None) -> None:
-        self.dtype = request.compute_dtype
-        self.pool = pool
-        self._table = None if pool is None else pool.table
-        K, V = self.shape = (request.K, request.V)
-        self.v_first = walks_v_first(request)
-        self._strides = (K * V, 1, K) if self.v_first else (K * V, V, 1)
-        self.result: Tensor | None = None
-        self.initial = None if request.initial_state is None else key_first(request.initial_state, request)
-        written = request.written_states
-        self.home: Tensor | None = None if written is None else key_first(getattr(request, written), request)
-        # Whether a sequence's old states lie where its new ones are written.
-        self.at_home = pool is not None and not pool.apart
-        if pool is not None and pool.apart and self.initial is not None:
-            self.initial = pool.gathered(request, self.initial)
-        if request.output_final_state and pool is None:
-            self.result = torch.empty(request.state_shape, dtype=request.state_dtype, device="cpu")
-            self.home = key_first(self.result, request)
+        return torch.tensor(self.slot, device="cpu") < 0 if self.slot and min(self.slot) < 0 else None
 
     def read(self, ids: list[int], heads: slice, into: Tensor) -> Tensor:
         """Copy the states before the first token of sequences ``ids`` to ``into`` [lanes, K or more, V or more].
@@ -111,23 +99,18 @@ class States:
         """The states before the first token in their stored dtype, maybe a view; None when they are zero."""
         if self.initial is None:
             return None
-        view = self.view(ids, heads)
-        if view is not None:
-            return view
-        return self.initial[torch.tensor(self._read(ids), device="cpu"), heads].flatten(0, 1)
-
-    def view(self, ids: list[int], heads: slice) -> Tensor | None:
-        """A view of the stored states before the first token, or None if there is none."""
-        return None if self.initial is None else _view(self.initial, self._read(ids), heads)
+        index = _at(self._read, ids)
+        view = _view(self.initial, index, heads)
+        return self.initial[torch.tensor(index, device="cpu"), heads].flatten(0, 1) if view is None else view
 
     def in_place(self, ids: list[int], heads: slice) -> Tensor | None:
         """A view of the memory for the last states of ``ids``, if it has the layout of ``scratch``, else None.
 
         With one layout a sequence's bits do not depend on the rest of the batch.
         """
-        if self.home is None or self.home.dtype != self.dtype or self._table is not None:
+        if self.home is None or self.home.dtype != self.dtype or self.table is not None:
             return None
-        view = _view(self.home, self._written(ids), heads)
+        view = _view(self.home, _at(self._written, ids), heads)
         return view if view is not None and view.stride() == self._strides else None
 
     def scratch(self, workspace: Workspace, lanes: int) -> Tensor:
@@ -137,49 +120,38 @@ class States:
 
     def write(self, ids: list[int], heads: slice, states: Tensor) -> None:
         """Store the states [lanes, K or more, V or more] after the last token."""
-        if self.home is not None and self._table is None:
+        if self.home is not None and self.table is None:
             K, V = self.shape
-            _put(self.home, self._written(ids), heads, states[:, :K, :V])
+            _put(self.home, _at(self._written, ids), heads, states[:, :K, :V])
 
     def write_token(self, ids: list[int], heads: slice, states: Tensor, token: int) -> None:
         """Store the states after token number ``token`` in its slots; does nothing unless every token has one."""
-        if self._table is None or self.home is None:
+        if self.table is None or self.home is None:
             return
-        _put(self.home, [self._table[i][token] for i in ids], heads, states)
+        _put(self.home, [self.table[i][token] for i in ids], heads, states)
 
-    def _read(self, ids: list[int]) -> list[int]:
-        """Where the states of ``ids`` before the first token lie in ``initial``."""
-        return ids if self.pool is None or self.pool.apart else [self.pool.slot[i] for i in ids]
-
-    def _written(self, ids: list[int]) -> list[int]:
-        """Where those after the last token lie in ``home``; -1: nowhere."""
-        if self.pool is None:
-            return ids
-        slots = self.pool.slot if self.pool.last is None else self.pool.last
-        return [slots[i] for i in ids]
-
-
-class Checkpoints:
-    """Writes the states after every so many tokens to slots of a pool."""
-
-    def __init__(self, request: Request) -> None:
-        self.every, self.shape = request.checkpoint_every, (request.K, request.V)
-        self.home = key_first(getattr(request, request.checkpoint_states), request)
-        rows = _rows(request.checkpoint_indices, request.pad_slot_id)
-        counts = (token_counts(request) // self.every).tolist()
-        self.rows = [row[:count] for row, count in zip(rows, counts, strict=True)]
-
-    @classmethod
-    def of(cls, request: Request, pool: PoolRows | None) -> Checkpoints | None:
-        return None if pool is None or request.checkpoint_indices is None else cls(request)
-
-    def put(self, ids: list[int], heads: slice, states: Tensor, tokens: int) -> None:
+    def write_checkpoint(self, ids: list[int], heads: slice, states: Tensor, tokens: int) -> None:
         """Store the states [lanes, K or more, V or more] after so many tokens, where they are asked for."""
-        if tokens % self.every:
+        if self.checkpoints is None or tokens % self._every:
             return
-        column, (K, V) = tokens // self.every - 1, self.shape
-        slots = [self.rows[i][column] if column < len(self.rows[i]) else -1 for i in ids]
-        _put(self.home, slots, heads, states[:, :K, :V])
+        column, (K, V) = tokens // self._every - 1, self.shape
+        rows = [self.checkpoints[i] for i in ids]
+        slots = [row[column] if column < len(row) else -1 for row in rows]
+        _put(self._checkpoint_home, slots, heads, states[:, :K, :V])
+
+
+def first_slots(request: Request) -> list[int]:
+    """[N] slot of a pool that each sequence reads; -1: the sequence is skipped and touches none."""
+    if request.ssm_state_indices is None:
+        return list(range(request.N))
+    rows = _rows(request.ssm_state_indices, request.pad_slot_id)
+    if request.num_accepted_tokens is None:
+        return [row[0] for row in rows]
+    return [row[count - 1] for row, count in zip(rows, request.num_accepted_tokens.tolist(), strict=True)]
+
+
+def _at(places: list[int] | None, ids: list[int]) -> list[int]:
+    return ids if places is None else [places[i] for i in ids]
 
 
 def _rows(table: Tensor, pad_slot_id: int) -> list[list[int]]:

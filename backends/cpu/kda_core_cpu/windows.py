@@ -7,11 +7,13 @@ and are filled with neutral values (q = k = v = β = 0, decay 1).
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from kda_core.request import Request
-from kda_core_cpu.sequences import Group, token_counts
+from kda_core_cpu.sequences import Group
 
 
 class Window:
@@ -21,7 +23,7 @@ class Window:
     indexed; either way a row of [K] is read once, with any strides.
 
     Attributes:
-        steps: the pairs of every step.
+        alive: pairs of every step.
         rows: of a chunk, C.
         Z: number of chunks, pairs times heads.
         shape: [Z, C], the dimensions before the channels.
@@ -30,44 +32,55 @@ class Window:
     def __init__(self, group: Group, i0: int, i1: int) -> None:
         self.group, self.i0, self.i1 = group, i0, i1
         self.heads, self.rows = group.heads, group.chunk
-        self.steps: list[slice] = []
-        pair = 0
-        for alive in group.alive[i0:i1]:
-            self.steps.append(slice(pair, pair + alive))
-            pair += alive
-        self.pairs = pair
-        self.Z = pair * group.n_heads
+        self.alive = group.alive[i0:i1]
+        self.pairs = sum(self.alive)
+        self.Z = self.pairs * group.n_heads
         self.shape = (self.Z, self.rows)
         self._box = self._found_box()
         self._rows = self._found_rows() if self._box is None else None
-        self._chunks: slice | Tensor | None = None
 
     def by_step(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """For every step, its chunks of each of ``tensors`` [Z, ...]."""
-        sizes = [(pairs.stop - pairs.start) * self.group.n_heads for pairs in self.steps]
+        sizes = [pairs * self.group.n_heads for pairs in self.alive]
         return list(zip(*(x.split(sizes) for x in tensors), strict=True))
 
     def _pair_index(self) -> tuple[Tensor, Tensor]:
         """Sequence and step of every pair."""
-        alive = torch.tensor([s.stop - s.start for s in self.steps], device="cpu")
-        order = torch.cat([torch.arange(n, device="cpu") for n in alive.tolist()])
+        alive = torch.tensor(self.alive, device="cpu")
+        order = torch.cat([torch.arange(n, device="cpu") for n in self.alive])
         return self.group.ids[order], torch.arange(self.i0, self.i1, device="cpu").repeat_interleave(alive)
 
-    def chunks(self) -> slice | Tensor:
+    @functools.cached_property
+    def _chunks(self) -> slice | Tensor:
         """Positions of the pairs in per-chunk results [B·NT, ...]: a slice if they follow one another."""
-        if self._chunks is None:
-            sequence, step = self._pair_index()
-            sequences = self.group.sequences
-            index = sequences.first_chunk[sequence] + step * self.rows // sequences.chunk_size
-            first = int(index[0])
-            self._chunks = slice(first, first + self.pairs) if bool((index.diff() == 1).all()) else index
-        return self._chunks
+        sequence, step = self._pair_index()
+        sequences = self.group.sequences
+        index = sequences.first_chunk[sequence] + step * self.rows // sequences.chunk_size
+        first = int(index[0])
+        return slice(first, first + self.pairs) if bool((index.diff() == 1).all()) else index
+
+    def put_chunks(self, x: Tensor, record: Tensor, first: int = 0) -> None:
+        """Store ``x`` [chunks, ...], those from pair number ``first`` on, in ``record`` [B·NT, HV, ...], cut to fit."""
+        rows = x.unflatten(0, (-1, self.group.n_heads))
+        if rows.shape[-2:] != record.shape[-2:]:
+            rows = rows[..., : record.shape[-2], : record.shape[-1]]
+        places, last = self._chunks, first + len(rows)
+        if isinstance(places, slice):
+            record[places.start + first : places.start + last, self.heads] = rows
+        else:
+            record[places[first:last], self.heads] = rows.to(record.dtype)
+
+    def get_chunks(self, record: Tensor, scratch: Tensor) -> Tensor:
+        """The window's chunks [Z, ...] of ``record``: a view where they lie together, else loaded into ``scratch``."""
+        rows = record[self._chunks, self.heads]
+        if isinstance(self._chunks, slice) and rows.shape[1] == record.shape[1]:
+            return rows.flatten(0, 1)
+        return scratch.view_as(rows).copy_(rows).view_as(scratch)
 
     def _found_box(self) -> tuple[slice, int, int, int] | None:
         """(batch rows, first token, whole chunks, rows of a last partial chunk), or None when rows are scattered."""
         group, sequences = self.group, self.group.sequences
-        first = self.steps[0].stop
-        if first == 1:
+        if self.alive[0] == 1:
             i = int(group.ids[0])
             batch = int(sequences.batch[i])
             rows = slice(batch, batch + 1)
@@ -75,7 +88,7 @@ class Window:
             i, rows = group.span.start, group.span
         else:
             return None
-        tokens = min(int(sequences.length[i]) - self.i0 * group.chunk, len(self.steps) * group.chunk)
+        tokens = min(int(sequences.length[i]) - self.i0 * group.chunk, len(self.alive) * group.chunk)
         return rows, int(sequences.start[i]) + self.i0 * group.chunk, *divmod(tokens, group.chunk)
 
     def _found_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -110,7 +123,7 @@ class Window:
         else:
             rows, t, whole, part = self._box
             C = self.group.chunk
-            target = target.unflatten(0, (len(self.steps), -1))
+            target = target.unflatten(0, (len(self.alive), -1))
             target[:whole].copy_(self._body(x, shared).unsqueeze(3))
             if part:
                 tail = x[rows, t + whole * C : t + whole * C + part, heads]
@@ -143,7 +156,7 @@ class Window:
             if real is not None:
                 x.unflatten(0, (self.pairs, -1)).masked_fill_(padding[:, None, :, None], value)
         elif self._box[3]:
-            x.unflatten(0, (len(self.steps), -1))[self._box[2], :, self._box[3] :] = value
+            x.unflatten(0, (len(self.alive), -1))[self._box[2], :, self._box[3] :] = value
 
     def store(self, x: Tensor, into: Tensor, shared: int = 1) -> None:
         """Copy the real rows of ``x`` [Z/shared, C, D or more] to their places in ``into`` [B, T, heads, D]."""
@@ -160,7 +173,7 @@ class Window:
             return
         rows, t, whole, part = self._box
         C = self.group.chunk
-        source = source.unflatten(0, (len(self.steps), -1))
+        source = source.unflatten(0, (len(self.alive), -1))
         self._body(into, shared).copy_(source[:whole])
         if part:
             tail = into[rows, t + whole * C : t + whole * C + part, heads]
@@ -171,23 +184,15 @@ class TokenWindow:
     """One token of every sequence, the rows of a decoding step: a light ``Window`` of [N·HV, ·].
 
     Attributes:
-        pairs: one for every sequence.
+        pairs: one for every sequence; ``rows``: 1 of each.
         Z: number of rows, pairs times heads.
         shape: [Z], the dimensions before the channels.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.pairs, self.heads = request, request.N, slice(0, request.HV)
-        self.Z = self.pairs * self.heads.stop
+        self.Z, self.rows = self.pairs * self.heads.stop, 1
         self.shape = (self.Z,)
-
-    @classmethod
-    def of(cls, request: Request) -> TokenWindow | None:
-        """The window of ``request``, or None unless each of its sequences has one token."""
-        if request.cu_seqlens is None:
-            return cls(request) if request.T == 1 and request.N else None
-        one_each = request.N and bool((token_counts(request) == 1).all())
-        return cls(request) if one_each else None
 
     def _tokens(self, x: Tensor) -> Tensor:
         """[N, heads, D] of ``x`` [B, T, heads, D]."""

@@ -1,4 +1,4 @@
-"""Scratch memory of a call, products into it, and elementwise functions whose bits do not depend on a tensor's size."""
+"""Memory of a call: output, scratch, products into it; elementwise functions whose bits are those of any size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from kda_core.request import Request
 
 _CPU = torch.device("cpu")
 """An object, because torch parses a device's name in every call."""
@@ -38,6 +40,12 @@ class Workspace:
             buffer = self._buffers[name] = (torch.zeros if zero else torch.empty)(whole, dtype=self.dtype, device=_CPU)
         view = views[shape] = (buffer if buffer.numel() == numel else buffer[:numel]).view(shape)
         return view
+
+
+def empty_output(request: Request) -> Tensor:
+    """The tensor for o, with any content."""
+    shape = (request.B, request.T, request.HV, request.V)
+    return torch.empty(shape, dtype=request.q.dtype, device=request.q.device) if request.out is None else request.out
 
 
 def with_slack(scratch: Tensor) -> Tensor:
