@@ -38,13 +38,14 @@ KNOWN_LARGE_SPILLS = {
     ("gfx1100", "recurrence, checkpoints", 4, 256): 24,
     ("gfx1100", "recurrence, h", 2, 128): 56,
     ("gfx1100", "recurrence, h", 2, 256): 160,
+    ("gfx1100", "recurrence, states", 2, 256): 24,
     ("gfx1100", "reverse_kernel", 2, 128): 24,
     ("gfx1100", "reverse_kernel", 2, 256): 40,
     ("gfx1100", "reverse_kernel, additions", 2, 128): 32,
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that spill in kernels that are
-served all the same, only for tensors of 2 GiB and more ("h": with intermediate states; "checkpoints" and
-"additions": with those). A lane of gfx1100 has 256 registers, its matrix unit wants every operand in both halves of a
+served all the same, only for tensors of 2 GiB and more ("h": with intermediate states; "states": with those of a
+backward; "checkpoints" and "additions": with those). A lane of gfx1100 has 256 registers, its matrix unit wants every operand in both halves of a
 wave, and an address of 64 bits takes two."""
 
 POINTER_RANGE = 32
