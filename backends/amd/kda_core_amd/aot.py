@@ -45,8 +45,8 @@ KNOWN_LARGE_SPILLS = {
 }
 """(architecture, kernel, bytes of an operand, padded K up to) -> registers of a lane that spill in kernels that are
 served all the same, only for tensors of 2 GiB and more ("h": with intermediate states; "states": with those of a
-backward; "checkpoints" and "additions": with those). A lane of gfx1100 has 256 registers, its matrix unit wants every operand in both halves of a
-wave, and an address of 64 bits takes two."""
+backward; "checkpoints" and "additions": with those). A lane of gfx1100 has 256 registers, its matrix unit wants every
+operand in both halves of a wave, and an address of 64 bits takes two."""
 
 POINTER_RANGE = 32
 """Bits that reach every byte of a tensor below 2 GiB; triton's ROCm launcher says so of such a tensor."""
