@@ -328,6 +328,12 @@ def layer_calls(quick: bool = False) -> Iterator[tuple[str, LayerRequest]]:
     yield from _decode_steps(quick)
 
 
+_BY_SEQUENCE = (
+    "x", "g", "beta", "norm_gate", "indices", "records", "commit", "num_committed", "commit_inputs",
+)  # fmt: skip
+"""Tensors of a layer's step that have a row for each sequence."""
+
+
 def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
     empty, HV = partial(torch.empty, device="meta"), 8
     kinds = [(torch.float32, 1, H, False) for H in (4, HV)]
@@ -357,6 +363,6 @@ def _decode_steps(quick: bool) -> Iterator[tuple[str, LayerRequest]]:
         if T == 1 and dtype == torch.bfloat16:
             # Many states may have another configuration.
             for name, few in (("draft", draft), ("step", call)):
-                rows = ("x", "g", "beta", "norm_gate", "indices", *(more if name == "draft" else ()))
-                many = {n: (x := getattr(few, n))[:1].expand(32, *x.shape[1:]) for n in rows}
+                given = {n: x for n in _BY_SEQUENCE if (x := getattr(few, n)) is not None}
+                many = {n: x[:1].expand(32, *x.shape[1:]) for n, x in given.items()}
                 yield f"{name} of a layer, N 32, {kind}", replace(few, **many)

@@ -30,7 +30,7 @@ def packed(*lengths: int, rest: int = 0, **options) -> Request:
 
 @pytest.mark.end_to_end
 def test_the_host_side_imports_no_triton():
-    names = ", ".join(f"kda_core.triton_lib.{name}" for name in ("arguments", "layout", "plan"))
+    names = ", ".join(f"kda_core.triton_lib.{name}" for name in ("arguments", "layout", "plan", "segments"))
     code = f"import {names}, sys; print('triton' in sys.modules)"
     assert run(sys.executable, "-c", code).strip() == "False"
 

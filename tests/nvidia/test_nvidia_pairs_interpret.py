@@ -124,7 +124,7 @@ def cut(name: str) -> list[list[int]]:
     """
     from kda_core_nvidia.segments import first_segments_kernel
 
-    from kda_core.triton_lib.segments import segments_kernel
+    from kda_core.triton_lib.fragments import segments_kernel
 
     bounds, more = SEGMENTS[name]
     N = 3 if bounds is None else len(bounds) - 1
@@ -143,7 +143,7 @@ def cut(name: str) -> list[list[int]]:
 
 def boundaries() -> list[int]:
     """Those of a sequence of 200 rows in segments of 64, without any other table."""
-    from kda_core.triton_lib.segments import segments_kernel
+    from kda_core.triton_lib.fragments import segments_kernel
 
     bounds = torch.full((5,), -7)
     segments_kernel[(5,)](None, None, None, bounds, None, None, None, 1, 200, 64, 4, 0, 0, 0, 0, 0, False)
